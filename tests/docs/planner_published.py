@@ -1,5 +1,9 @@
 """Training rates that others published, and the planner's prediction for the same layouts.
 
+Each is predicted for this program and for theirs: in theirs tensor messages pass under GEMMs
+(Megatron-LM's --tp-comm-overlap), shards are gathered without copies (Megatron-FSDP), and in
+2021 attention wrote its scores to memory. The constants are the same.
+
 Sources: Megatron Bridge's performance summary (25.11 container, DGX H100); NeMo AutoModel's
 performance summary (H100); Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, weak
 scaling, with recomputation counted as work); the README of Megatron-LM of 2024 (H100, strong
@@ -13,7 +17,8 @@ from itertools import pairwise
 
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
-from mcore_train.planning.step_time import predict_step
+from mcore_train.planning.search import parameters
+from mcore_train.planning.step_time import FSDP_BYTES, predict_step
 from mcore_train.planning.system import SYSTEMS, System
 
 _BRIDGE = "Megatron Bridge 25.11"
@@ -60,7 +65,8 @@ _BY_TOKENS = (
         (
             "--model qwen3-30b-a3b --seq-length 4096 --global-batch-size 512 "
             "--micro-batch-size 4 "
-            "--expert-model-parallel-size 8 --recompute-granularity full"
+            "--expert-model-parallel-size 8 --moe-token-dispatcher-type deepep "
+            "--recompute-granularity full"
         ),
         12040,
         "NeMo AutoModel 26",
@@ -89,15 +95,28 @@ _NARAYANAN = (
     (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
     (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
 )
-_STRONG = ((96, 47.0), (4608, 42.0))
-"""GPUs and MFU in %: the ends of the strong scaling that the README gives."""
+SCORE_BYTES = 52
+"""Moved for each attention score by a program without flash attention: forward writes the
+scores, reads and writes them for softmax and for dropout with its mask, and reads them for the
+values, 13 bytes in 16 bits; backward twice as many, recomputation once more."""
+_USUAL = (
+    "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 131072 --no-swiglu "
+    "--untie-embeddings-and-output-weights --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather"
+)
 _GPT3 = (
-    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --ffn-hidden-size 49152 "
-    "--no-swiglu --seq-length 4096 --max-position-embeddings 4096 --vocab-size 131072 "
-    "--global-batch-size 1152 --untie-embeddings-and-output-weights "
-    "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 12 "
-    "--num-virtual-stages-per-pipeline-rank 4 --use-distributed-optimizer "
-    "--overlap-grad-reduce --overlap-param-gather"
+    f"--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --ffn-hidden-size 49152 "
+    f"--global-batch-size 1152 {_USUAL} --tensor-model-parallel-size 8 --sequence-parallel "
+    "--pipeline-model-parallel-size 12 --num-virtual-stages-per-pipeline-rank 4"
+)
+_GPT2B = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 8192 "
+    f"--global-batch-size 128 --micro-batch-size 2 {_USUAL}"
+)
+_GPT462B = (
+    "--num-layers 112 --hidden-size 18432 --num-attention-heads 144 --ffn-hidden-size 73728 "
+    f"--global-batch-size 1536 {_USUAL} --tensor-model-parallel-size 8 --sequence-parallel "
+    "--pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 7"
 )
 
 
@@ -109,28 +128,38 @@ class PublishedRow:
     gpus: int
     layout: str
     published: float
-    predicted: float
+    ours: float
+    """Predicted for this program."""
+    theirs: float
+    """Predicted for the program that was measured."""
     unit: str
     source: str
 
     @property
     def difference(self) -> float:
-        """Predicted over published, less 1."""
-        return self.predicted / self.published - 1
+        """Predicted for the program that was measured, over published, less 1."""
+        return self.theirs / self.published - 1
 
 
 def published_rows() -> list[PublishedRow]:
     """Predict every published row."""
-    return [*_by_tokens(), *_weak_scaling(), *_strong_scaling()]
+    return [*_by_tokens(), *_a100(), *_scaling()]
 
 
-def _predict(flags: str, gpus: int, system: System) -> float:
-    """Return the seconds of a step."""
+def _predict(flags: str, gpus: int, system: System) -> tuple[float, float]:
+    """Return the seconds of a step of this program, and of Megatron's."""
     command = FAMILY_COMMANDS["gpt"]
     usual = "--bf16 --lr 1e-4 --train-iters 10 --mock-data"
     config = parse(shlex.split(f"{flags} {usual}"), "plan", command.run)
-    vocab_size = config.tokenizer.vocab_size
-    return predict_step(config, command.family, gpus, vocab_size, system).total
+    run = config, command.family, gpus, config.tokenizer.vocab_size
+    step = predict_step(*run, system)
+    # Messages that are hidden slow the GEMMs above them.
+    hidden = (1 - system.contention) * step.parts.get("tp", 0.0)
+    if config.data_parallelism.is_fully_sharded:
+        weights = parameters(config, command.family, config.tokenizer.vocab_size)
+        moved = FSDP_BYTES[config.data_parallelism.sharding] * weights
+        hidden += config.batch.global_batch_size / gpus * system.move_s(moved)
+    return step.total, step.total - hidden
 
 
 def _by_tokens() -> Iterator[PublishedRow]:
@@ -140,13 +169,14 @@ def _by_tokens() -> Iterator[PublishedRow]:
             flags += " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
         tokens = int(words[words.index("--seq-length") + 1])
         tokens *= int(words[words.index("--global-batch-size") + 1])
-        seconds = _predict(flags, gpus, SYSTEMS["h100"])
+        ours, theirs = (tokens / s / gpus for s in _predict(flags, gpus, SYSTEMS["h100"]))
         yield PublishedRow(
             model=model,
             gpus=gpus,
             layout=_short(words),
             published=rate,
-            predicted=tokens / seconds / gpus,
+            ours=ours,
+            theirs=theirs,
             unit="tokens/s",
             source=source,
         )
@@ -161,10 +191,11 @@ def _short(words: list[str]) -> str:
         "--expert-model-parallel-size": "ep",
     }
     found = [f"{names[a]}{b}" for a, b in pairwise(words) if a in names]
-    return " ".join(found + ["fsdp"] * ("--use-torch-fsdp2" in words)) or "dp"
+    found += ["fsdp"] * ("--use-torch-fsdp2" in words) + ["deepep"] * ("deepep" in words)
+    return " ".join(found) or "dp"
 
 
-def _weak_scaling() -> Iterator[PublishedRow]:
+def _a100() -> Iterator[PublishedRow]:
     for billions, heads, hidden, layers, tp, pp, gpus, batch, rate in _NARAYANAN:
         flags = (
             f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
@@ -173,7 +204,10 @@ def _weak_scaling() -> Iterator[PublishedRow]:
             f"--recompute-granularity full --tensor-model-parallel-size {tp} "
             f"--pipeline-model-parallel-size {pp}"
         )
-        seconds = _predict(flags, gpus, SYSTEMS["a100"])
+        system = SYSTEMS["a100"]
+        seconds, _ = _predict(flags, gpus, system)
+        scores = layers * heads * 2048**2 * batch / gpus
+        written = system.move_s(SCORE_BYTES * scores)
         # Equation 3 of the paper: four passes, attention over the whole square.
         share = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
         flops = 96 * batch * 2048 * layers * hidden**2 * share
@@ -182,23 +216,34 @@ def _weak_scaling() -> Iterator[PublishedRow]:
             gpus=gpus,
             layout=f"tp{tp} pp{pp}",
             published=rate,
-            predicted=flops / seconds / gpus / 1e12,
+            ours=flops / seconds / gpus / 1e12,
+            theirs=flops / (seconds + written) / gpus / 1e12,
             unit="TFLOP/s",
             source="arXiv:2104.04473",
         )
 
 
-def _strong_scaling() -> Iterator[PublishedRow]:
-    for gpus, mfu in _STRONG:
-        seconds = _predict(_GPT3, gpus, SYSTEMS["h100"])
-        share = 1 + 4096 / (6 * 12288) + 131072 / (12 * 96 * 12288)
-        flops = 72 * 1152 * 4096 * 96 * 12288**2 * share
-        yield PublishedRow(
-            model="GPT-3 175B, strong scaling",
-            gpus=gpus,
-            layout="tp8 pp12 vpp4 (assumed)",
-            published=mfu,
-            predicted=100 * flops / seconds / gpus / 989e12,
-            unit="% MFU",
-            source="Megatron-LM README 2024",
-        )
+def _scaling() -> Iterator[PublishedRow]:
+    """Predict the ends of two scaling studies; layouts and batches of the weak one are ours."""
+    studies = (
+        ("GPT-3 175B, strong", _GPT3, 12288, 96, 1152, ((96, 47.0), (4608, 42.0))),
+        ("GPT 2.1B, weak", _GPT2B, 2048, 24, 128, ((64, 41.0),)),
+        ("GPT 462B, weak", _GPT462B, 18432, 112, 1536, ((6144, 47.5),)),
+    )
+    for model, flags, hidden, layers, batch, rows in studies:
+        share = 1 + 4096 / (6 * hidden) + 131072 / (12 * layers * hidden)
+        flops = 72 * batch * 4096 * layers * hidden**2 * share
+        for gpus, mfu in rows:
+            ours, theirs = (
+                100 * flops / s / gpus / 989e12 for s in _predict(flags, gpus, SYSTEMS["h100"])
+            )
+            yield PublishedRow(
+                model=f"{model} scaling",
+                gpus=gpus,
+                layout=f"{_short(flags.split())} (assumed)",
+                published=mfu,
+                ours=ours,
+                theirs=theirs,
+                unit="% MFU",
+                source="Megatron-LM README 2024",
+            )

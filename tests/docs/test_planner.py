@@ -1,7 +1,15 @@
 """The planner against every measured training step, and its page."""
 
 import pytest
-from docs.planner_page import PAGE, Comparison, choice_losses, compare_results, errors, page
+from docs.planner_page import (
+    PAGE,
+    Comparison,
+    choice_losses,
+    compare_results,
+    errors,
+    page,
+    published,
+)
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +21,32 @@ def test_the_page_has_the_errors_of_this_planner(rows):
     assert PAGE.read_text(encoding="utf-8").startswith(page(rows))
 
 
+def test_published_rows_are_predicted_for_the_programs_that_were_measured():
+    lines = published()
+    assert PAGE.read_text(encoding="utf-8").endswith("\n".join(lines) + "\n")
+    for line, count in zip(lines[-2:], (9, 10), strict=True):
+        _, _, rows, mean, median, bias, *_ = (cell.strip(" %") for cell in line.split("|"))
+        assert int(rows) == count
+        assert int(median) < 10
+        assert int(mean) < 20
+        assert abs(int(bias)) < 15
+
+
+def test_scaling_over_the_gpus_of_a_host_is_predicted(rows):
+    times = {row.name: (row.measured_ms, row.predicted_ms) for row in rows}
+    for kind in ("weak", "strong"):  # as much work on each GPU, or in all
+        one, *more = (
+            (gpus, times[f"llama-3-8b-8-layers-x{gpus}-of-4: {kind}"]) for gpus in (1, 2, 4)
+        )
+        for gpus, pair in more:
+            measured, predicted = (
+                a / b / (gpus if kind == "strong" else 1)
+                for a, b in zip(one[1], pair, strict=True)
+            )
+            assert 0.95 < measured < 1
+            assert abs(predicted - measured) < 0.016, (kind, gpus)
+
+
 def test_median_errors_meet_the_goals(rows):
     held = [row for row in rows if row.is_held_out]
     for some in (rows, held):
@@ -20,13 +54,19 @@ def test_median_errors_meet_the_goals(rows):
         assert errors(some, "memory")[0] < 0.015
 
 
-def test_each_row_far_off_has_its_reason(rows):
-    far = [row for row in rows if abs(row.time_error) > 0.1 or abs(row.memory_error) > 0.05]
-    assert [row.name for row in far if not row.outlier] == []
-    assert len(far) < 0.15 * len(rows)
+def test_each_row_far_off_has_its_reason_and_few_are_off_beside_it(rows):
+    far = [row for row in rows if row.is_far]
+    assert [row.name for row in far if not row.cause.why] == []
+    assert len(far) < 0.12 * len(rows)
+    # With the cause of each that has a number: ten are within the goals, the others by words.
+    counted = [row for row in far if row.cause.ms or row.cause.gib]
+    assert len(counted) >= 10
+    assert max(abs(row.memory_left) for row in counted) < 0.05
+    off = [row.name for row in counted if abs(row.time_left) > 0.1]
+    assert off == ["graphs-of-layers-h200: 32 experts, 24 layers, local, cut"]  # hosts differ
 
 
 def test_the_planner_chooses_among_measured_layouts_as_the_measurements_do(rows):
     losses = choice_losses(rows)
-    exceptions = {"its schedules on 4 pipeline ranks"}  # explained on the page
-    assert max(loss for title, (*_, loss) in losses.items() if title not in exceptions) < 0.03
+    assert len(losses) == 8
+    assert max(loss for *_, loss in losses.values()) < 0.03

@@ -21,7 +21,6 @@ from e2e.killing import (
 
 from mcore_ckpt.storage.index import read_index
 from mcore_ckpt.storage.paths import complete_steps, latest_step, step_folder
-from mcore_train.diagnosis.triage import triage
 from mcore_train.reporting.log import read_metrics
 
 LAUNCH = [
@@ -72,54 +71,6 @@ def test_five_kills_leave_the_weights_of_an_undisturbed_job(tmp_path, undisturbe
     rows = [json.loads(line) for line in history.read_text().splitlines()]
     assert [row["word"] for row in rows] == ["retry"] * len(kinds) + ["finished"]
     assert rows[-1]["step"] == LAST_STEP
-
-
-STUCK = """
-import os
-from pathlib import Path
-note = Path({note!r})
-if os.environ.get("RANK") == "1":
-    from torch.utils.data._utils import fetch
-    read = fetch._MapDatasetFetcher.fetch
-    count = [0]
-    def stuck(self, indices):
-        count[0] += 1
-        if count[0] == 2 and not note.exists():
-            note.write_text("")
-            __import__("time").sleep(600)
-        return read(self, indices)
-    fetch._MapDatasetFetcher.fetch = stuck
-"""
-
-
-@pytest.mark.crash
-@pytest.mark.timeout(600)
-def test_a_stuck_data_worker_is_named_by_watch_and_triage_and_costs_seconds(
-    tmp_path, undisturbed
-):
-    """Rank 1 waits for its worker, the others for rank 1: the job starts again by itself."""
-    run = tmp_path / "run"
-    (tmp_path / "sitecustomize.py").write_text(STUCK.format(note=str(tmp_path / "note")))
-    training = [*TRAINING, "--save", str(run), "--end-on-hang"]
-    training[training.index("--num-workers") + 1] = "1"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [*LAUNCH, *training],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert weights_of(run) == undisturbed
-    (history,) = run.glob("logs/*/attempts.jsonl")
-    rows = [json.loads(line) for line in history.read_text().splitlines()]
-    assert [row["word"] for row in rows] == ["retry", "finished"]
-    assert rows[0]["fault"] == "collective_timeout"
-    verdict = triage(history.parent / "attempt-0")
-    assert verdict.root_ranks[0] == 1
-    assert list((history.parent / "attempt-0").rglob("nccl_trace_rank_*"))
 
 
 @pytest.mark.crash

@@ -6,6 +6,7 @@ import stat
 import subprocess
 
 import pytest
+import yaml
 from house.sources import ROOT
 from warm_ranks import run_command
 
@@ -73,3 +74,46 @@ def test_a_step_that_fails_fails_the_script_and_the_others_still_run(tmp_path, b
     assert done.returncode == (1 if broken else 0), done.stderr
     assert [name for name in STEPS if f"nox -s {name}" in done.stdout] == STEPS
     assert (f"failed: {broken}" in done.stdout) is bool(broken)
+
+
+def workflow(name: str) -> dict:
+    """Return a workflow of the forge."""
+    return yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
+
+
+def test_the_forge_runs_sessions_that_exist_on_the_oldest_and_the_newest_python():
+    sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.M))
+    jobs = workflow("ci.yml")["jobs"]
+    steps = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    named = {word for run in steps for word in re.findall(r"nox -s ([a-z_ ]+)", run)}
+    assert set(" ".join(named).split()) == {
+        "lint",
+        "types",
+        "contracts",
+        "automation",
+        "wheels",
+    }
+    matrix = jobs["tests"]["strategy"]["matrix"]["session"]
+    assert matrix == ["tests", "tests_newest-3.11", "tests_newest-3.13"]
+    assert {name.partition("-")[0] for name in (*matrix, *" ".join(named).split())} <= sessions
+    assert any("pytest -q tests/docs" in run for run in steps)
+
+
+def test_both_images_and_both_environments_are_tested():
+    image = workflow("gpu.yml")["jobs"]["image"]
+    assert image["strategy"]["matrix"]["image_type"] == ["dev", "lts"]
+    assert "docker/.ngc_version.$IMAGE_TYPE" in image["steps"][1]["run"]
+    (environment,) = workflow("ci.yml")["jobs"]["golden"]["strategy"]["matrix"]["environment"]
+    assert re.search(r"'container::lts'\) && 'lts' \|\| 'dev'", environment)
+
+
+def test_labels_choose_the_tier_that_the_page_gives():
+    page = (ROOT / "docs/golden-runs.md").read_text()
+    rows = dict(re.findall(r"^\| (?:`(Run [a-z ]+)`|none) \| `(--tier [^`]+)`", page, re.M))
+    choice = workflow("ci.yml")["jobs"]["golden"]["env"]["GOLDEN"]
+    labels = dict(re.findall(r"name, '(Run [a-z ]+)'\) && '([^']+)'", choice))
+    default = re.search(r"\|\| '([^']+)' \}\}", choice)
+    assert default
+    assert labels | {"": default[1]} == rows
+    assert len(rows) == 3
+    assert "github.event_name != 'pull_request' && '--tier golden'" in choice

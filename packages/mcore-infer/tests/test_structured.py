@@ -88,7 +88,7 @@ def test_a_text_that_its_vocabulary_cannot_go_on_with_never_stops_as_if_it_were_
     result = dict(event for event in engine.run() if isinstance(event, tuple))[number]
     assert engine.grammars.tokenizer.decode(list(result.ids)) == "ab"
     assert result.finish_reason == "error"
-    assert "cannot keep to its structure" in caplog.text
+    assert "cannot satisfy its structure" in caplog.text
 
 
 ENDLESS = [
@@ -124,7 +124,7 @@ FINITE = [
 
 @pytest.mark.parametrize("schema", ENDLESS, ids=json.dumps)
 def test_a_schema_without_a_finite_value_is_refused(schema):
-    with pytest.raises(ValueError, match="cannot be held to"):
+    with pytest.raises(ValueError, match="cannot be enforced"):
         Grammars(ByteTokenizer(), 257).matcher(Structure("json_schema", json.dumps(schema)))
 
 
@@ -153,7 +153,7 @@ def test_a_structure_is_tried_and_compiled_once_beside_its_texts():
         grammars.prepare(slow).result()
     with pytest.raises(ValueError, match="longer than 256 KiB"):
         grammars.prepare(Structure("regex", "a" * 300_000)).result()
-    with pytest.raises(ValueError, match="no text keeps to it"):
+    with pytest.raises(ValueError, match="no text satisfies it"):
         grammars.prepare(Structure("regex", r"[^\s\S]")).result()
     assert grammars.prepare(Structure("regex", "b")).result()  # goes on behind all of them
 
@@ -164,13 +164,13 @@ def test_what_no_grammar_holds_is_refused(model):
     with pytest.raises(ValueError, match="an engine with a tokenizer"):
         engine.add([1], DRAWN, structure=any_json)
     engine.grammars = Grammars(ByteTokenizer(), model.vocab_size)
-    with pytest.raises(ValueError, match=r"(?s)regular expression cannot be held to: .*\[0-9"):
+    with pytest.raises(ValueError, match=r"(?s)regular expression cannot be enforced: .*\[0-9"):
         engine.add([1], DRAWN, structure=Structure("regex", "[0-9"))
-    with pytest.raises(ValueError, match="JSON schema cannot be held to: Invalid type: frog"):
+    with pytest.raises(ValueError, match="JSON schema cannot be enforced: Invalid type: frog"):
         engine.add([1], DRAWN, structure=Structure("json_schema", '{"type": "frog"}'))
     with pytest.raises(ValueError, match="the schema is no JSON: "):
         engine.add([1], DRAWN, structure=Structure("json_schema", "{"))
     engine.grammars = Grammars(NullTokenizer(20), model.vocab_size)
-    with pytest.raises(ValueError, match="the bytes of a NullTokenizer's tokens"):
+    with pytest.raises(ValueError, match="the bytes of tokens, which NullTokenizer"):
         engine.add([1], DRAWN, structure=any_json)
     assert not engine.has_work

@@ -51,7 +51,7 @@ def _is_outside(error: RuntimeError) -> bool:
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
-    "generate": ("write on after a prompt", generate),
+    "generate": ("continue a prompt", generate),
     "chat": ("a conversation in the terminal", chat),
     "serve": ("text over HTTP: PUT /api and OpenAI's interfaces", serve),
     "eval": ("loss and perplexity of texts; WIKITEXT103 and LAMBADA", evaluate),

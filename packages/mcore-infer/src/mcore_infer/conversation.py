@@ -8,7 +8,7 @@ from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.generation import room, stop_ids
 from mcore_infer.writing.chat_format import ChatFormat
-from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.sequence import Generation, NewToken, ScoreRequest
 from mcore_infer.writing.token_text import Answer, TokenTexts
 from mcore_models.protocol import LanguageModel
 
@@ -37,7 +37,7 @@ class Conversation:
         """Build the engine and start without messages.
 
         Args:
-            model: whole, in eval mode.
+            model: in eval mode.
             tokenizer: of the model.
             chat: template and end of turns, see ``load_chat_format``.
             sampling: how tokens are chosen; ``num_tokens`` limits each answer.
@@ -101,7 +101,13 @@ class Conversation:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
         seed = self.seed + self._num_answers
         number = self.engine.add(
-            ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=self._stop
+            ids,
+            self.sampling,
+            num_tokens=wanted,
+            seed=seed,
+            eod=eod,
+            stop=self._stop,
+            scores=ScoreRequest(log_probs=False),
         )
         try:
             for event in self.engine.run():

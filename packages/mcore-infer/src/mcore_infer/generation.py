@@ -23,7 +23,7 @@ from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.errors import StructureError
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.sequence import Generation, NewToken, ScoreRequest
 from mcore_infer.writing.structured import Grammars
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _MOST_ROWS = 256
 """Most prompts that run together; the others wait."""
 _GPU_PAGE_TOKENS = 64
+_NO_SCORES = ScoreRequest(log_probs=False)
+"""For callers that read only text: saves a log-softmax over the vocabulary for each token."""
 
 
 def generate(
@@ -45,9 +47,7 @@ def generate(
     stop: Sequence[Sequence[int]] = (),
 ) -> list[Generation]:
     """Return the continuation of each prompt; ``stream`` describes the arguments."""
-    engine, rows = _queued(model, prompts, sampling, seed, eod, stop)
-    results = {rows[event[0]]: event[1] for event in engine.run() if isinstance(event, tuple)}
-    return [results[i] for i in range(len(prompts))]
+    return _results(*_queued(model, prompts, sampling, seed, eod, stop, ScoreRequest()))
 
 
 def stream(
@@ -81,8 +81,7 @@ def stream(
         ValueError: if there is no prompt, an empty or too long one, or the model is in
             training mode.
     """
-    engine, rows = _queued(model, prompts, sampling, seed, eod, stop)
-    return _tokens(engine, rows)
+    return _tokens(*_queued(model, prompts, sampling, seed, eod, stop, ScoreRequest()))
 
 
 def stream_texts(
@@ -101,7 +100,9 @@ def stream_texts(
     replicas: Axis = SINGLE,
     in_step: Axis = SINGLE,
 ) -> Iterator[NewToken]:
-    """Yield continuations of prompts, token by token, on an engine with the commands' options.
+    """Yield continuations of prompts on an engine with the commands' options.
+
+    Tokens have no log probabilities.
 
     Args:
         model: whole or a stage, in eval mode; see ``Engine``.
@@ -136,6 +137,7 @@ def stream_texts(
             seed=seed + i,
             eod=eod,
             stop=stop,
+            scores=_NO_SCORES,
             structure=structure,
         )
         rows[request] = i
@@ -152,6 +154,7 @@ def _queued(
     seed: int,
     eod: int | None,
     stop: Sequence[Sequence[int]],
+    scores: ScoreRequest,
 ) -> tuple[Engine, dict[int, int]]:
     """Build an engine whose cache holds the longest prompts and texts, and queue all prompts.
 
@@ -185,10 +188,21 @@ def _queued(
     rows = {}
     for i, (prompt, num_tokens) in enumerate(zip(prompts, wanted, strict=True)):
         request = engine.add(
-            prompt, sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+            prompt,
+            sampling,
+            num_tokens=num_tokens,
+            seed=seed + i,
+            eod=eod,
+            stop=stop,
+            scores=scores,
         )
         rows[request] = i
     return engine, rows
+
+
+def _results(engine: Engine, rows: Mapping[int, int]) -> list[Generation]:
+    results = {rows[event[0]]: event[1] for event in engine.run() if isinstance(event, tuple)}
+    return [results[i] for i in range(len(results))]
 
 
 def _tokens(engine: Engine, rows: Mapping[int, int]) -> Iterator[NewToken]:
@@ -198,7 +212,7 @@ def _tokens(engine: Engine, rows: Mapping[int, int]) -> Iterator[NewToken]:
             yield replace(event, row=rows[event.row])
         elif event[1].finish_reason == "error":
             raise StructureError(
-                f"text {rows[event[0]]} cannot keep to its --json-schema or --regex: no token "
+                f"text {rows[event[0]]} cannot satisfy its --json-schema or --regex: no token "
                 "of the vocabulary continues it."
             )
 
@@ -215,14 +229,9 @@ def generate_text(
     Returns:
         The new text of each prompt, without special tokens.
     """
-    results = generate(
-        model,
-        [prompt_ids(tokenizer, prompt) for prompt in prompts],
-        sampling,
-        seed=seed,
-        eod=None if sampling.ignore_eod else tokenizer.eod,
-        stop=stop_ids(tokenizer, sampling),
-    )
+    eod = None if sampling.ignore_eod else tokenizer.eod
+    ids, stop = [prompt_ids(tokenizer, p) for p in prompts], stop_ids(tokenizer, sampling)
+    results = _results(*_queued(model, ids, sampling, seed, eod, stop, _NO_SCORES))
     return [tokenizer.decode(list(r.ids), skip_special_tokens=True) for r in results]
 
 
@@ -248,7 +257,7 @@ def stop_ids(
     Args:
         tokenizer: encodes stop words as in the middle of a text.
         sampling: stop words, and whether a text continues after an end of document.
-        ends: tokens besides the tokenizer's end of document that end a text.
+        ends: tokens that end a text, in addition to the tokenizer's end of document.
     """
     words = [tokenizer.encode(w, add_special_tokens=False) for w in sampling.stop_words]
     return words if sampling.ignore_eod else [*words, *([token] for token in ends)]

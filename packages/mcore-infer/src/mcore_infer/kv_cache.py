@@ -68,8 +68,8 @@ class _LayerMemory:
 
     @property
     def num_bytes(self) -> int:
-        own = (self.keys, None if self.has_shared_values else self.values)
-        return sum(t.nbytes for t in (*own, *(self.recurrent or ())) if t is not None)
+        attention = (self.keys, None if self.has_shared_values else self.values)
+        return sum(t.nbytes for t in (*attention, *(self.recurrent or ())) if t is not None)
 
 
 class _StaticLayer:

@@ -76,8 +76,8 @@ class LoadedModel:
         """Tokens that end a text, in addition to the tokenizer's end of document."""
         named = self._small_file("generation_config.json").get("eos_token_id")
         ids = named if isinstance(named, list) else [named]
-        own = None if self.tokenizer is None else self.tokenizer.eod
-        return tuple(i for i in ids if isinstance(i, int) and i != own)
+        eod = None if self.tokenizer is None else self.tokenizer.eod
+        return tuple(i for i in ids if isinstance(i, int) and i != eod)
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
@@ -99,8 +99,8 @@ class LoadedModel:
         for name in ("generation_config.json", "config.json"):
             if isinstance(found := self._small_file(name).get("decoder_start_token_id"), int):
                 return found
-        own = None if self.tokenizer is None else decoder_start(self.tokenizer)
-        return own or 0
+        start = None if self.tokenizer is None else decoder_start(self.tokenizer)
+        return start or 0
 
     def _small_file(self, name: str) -> dict[str, Any]:
         """Read a JSON file of the folder or of its base; empty if neither has the file."""

@@ -34,7 +34,7 @@ def answer_texts(
     Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
 
     Args:
-        model: a whole ``T5`` in eval mode.
+        model: a ``T5`` on one stage, in eval mode.
         texts: token ids of the encoder, at least one each.
         sampling: how tokens are chosen, and how many.
         start: first token of the decoder.

@@ -102,7 +102,7 @@ def test_what_beams_cannot_keep_is_refused(model):
     with pytest.raises(ValueError, match="no biases"):
         engine.add(PROMPT, beams, rules=TokenRules(bias=((1, 1.0),)))
     for scores in (ScoreRequest(num_top=2), ScoreRequest(prompt=True)):
-        with pytest.raises(ValueError, match="scores of whole texts"):
+        with pytest.raises(ValueError, match="scores of complete texts"):
             engine.add(PROMPT, beams, scores=scores)
     with pytest.raises(ValueError, match="no longer stop sequence"):
         engine.add(PROMPT, beams, stop=[[1, 2]])

@@ -112,7 +112,7 @@ def written_by_experts(folder, dense_folder):
     loaded = load_model(folder, ctx)
     replicas = {"replicas": loaded.data, "in_step": loaded.in_step}
     proposing = InferenceConfig(num_speculative_tokens=1, speculative_drafts="mtp")
-    with pytest.raises(ValueError, match="runs forwards of its own"):
+    with pytest.raises(ValueError, match="runs forwards that replicas"):
         build_engine(loaded.model, proposing, **replicas)
     prompts, limits = [[1], [1] * 50], InferenceConfig()  # the second rank's
     with pytest.raises(ValueError, match="prompt 1 has 50 tokens"):
@@ -154,6 +154,7 @@ def written_by_stages(folder, hybrid_folder):
     )
     texts = [[] for _ in PROMPTS]
     for token in stream_texts(model, PROMPTS, SAMPLING, proposing, seed=3, draft=model):
+        assert token.log_prob is None  # a command reads no log probabilities
         texts[token.row].append(token.id)
     with pytest.raises(ValueError, match="only the last stage has"):
         check_speculation(model, "mtp", None)

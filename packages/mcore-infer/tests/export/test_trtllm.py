@@ -140,7 +140,7 @@ def test_a_run_of_ours_arrives_with_its_vocabulary_unpadded(run_folder, tmp_path
         ("run_folder", {"dtype": "fp32", "tensor_parallel_size": 0}, "must be 1 or more"),
         ("run_folder", {"dtype": "fp32", "pipeline_parallel_size": 3}, "2 layers cannot be"),
         ("expert_folder", {"dtype": "fp32"}, "no layout for"),
-        ("hybrid_folder", {"dtype": "fp32"}, "no Hugging Face family can say"),
+        ("hybrid_folder", {"dtype": "fp32"}, "no Hugging Face family can express"),
     ],
 )
 def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(

@@ -204,5 +204,5 @@ def test_a_budget_goes_where_it_takes_off_most_error():
     assert allocate(errors, [100, 100, 10], bits, 4.2) == [0, 0, 1]
     assert allocate(errors, [100, 100, 10], bits, 16.0) == [2, 2, 2]
     assert allocate(errors, [400, 100, 10], bits, 5.0) == [0, 1, 1]  # the first is too large
-    with pytest.raises(ValueError, match=r"--budget 4 is below the 4\.19 bits"):
+    with pytest.raises(ValueError, match=r"--budget 4 is below 4\.19"):
         allocate(errors, [100, 100, 10], bits, 4.0)

@@ -212,7 +212,7 @@ def test_experts_whose_inputs_nothing_can_scale_are_rounded_to_the_nearest(tmp_p
     assert receipt.engines == ("transformers with compressed-tensors", "mcore-infer")
     named = {one.partition(":")[0] for one in receipt.fallbacks if "nearest" in one}
     assert {f"blocks.0.moe.experts.{expert}.fc1" for expert in range(4)} <= named
-    assert not any("fc2: no layer before" in one for one in receipt.fallbacks)
+    assert not any("fc2: no previous layer" in one for one in receipt.fallbacks)
     single = ParallelContext.single()
     wide = load_model(tmp_path / "q", single).model
     assert change_of(logits_of(wide), logits_of(load_model(run, single).model)) < 0.1
@@ -353,13 +353,16 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         (
             {"output": fresh, "method": "mixed", "budget": "6", "format": "compressed-tensors"},
-            "stores all modules in one way",
+            "has one layout for all modules",
         ),
-        ({"output": fresh, "method": "mixed", "budget": "5"}, "below the 6 bits"),
+        ({"output": fresh, "method": "mixed", "budget": "5"}, "below 6, the fewest"),
         ({"output": fresh, "method": "mixed", "budget": "16"}, "every matrix in 16 bits"),
         ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),
         ({"output": fresh, "group_size": "40"}, "no multiple of the group of 40"),
-        ({"output": fresh, "calibration_data": str(short)}, "has 255 tokens: give 256"),
+        (
+            {"output": fresh, "calibration_data": str(short)},
+            "255 tokens: give at least 256",
+        ),
     ):
         assert quantized(**changed) == 2, changed
         said = capsys.readouterr()

@@ -184,7 +184,7 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         (
             "/v1/completions",
             {"prompt": "a", "response_format": {"type": "regex", "pattern": "["}},
-            "this regular expression cannot be held to",
+            "this regular expression cannot be enforced",
         ),
         (
             "/v1/chat/completions",
@@ -256,7 +256,7 @@ def test_a_text_that_cannot_go_on_with_its_structure_is_an_error(serving, long_m
     end()
     assert (status, answer["error"]["type"]) == (500, "server_error")
     assert answer == last
-    assert "cannot keep to its structure" in answer["error"]["message"]
+    assert "cannot satisfy its structure" in answer["error"]["message"]
 
 
 def test_probes_without_a_host_browsers_of_named_origins_and_lengths_are_served(

@@ -180,10 +180,11 @@ def check_over_gpus(ep):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ep", [2, 4])
-def test_gpus_read_each_others_memory(ep):
+def test_gpus_read_each_others_memory(ep, monkeypatch):
     if torch.cuda.device_count() < ep:
         pytest.skip(f"needs {ep} GPUs")
     # Processes of their own: see Peers for why these ranks can share nothing else afterwards.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # with warm_ranks
     world = 4 if torch.cuda.device_count() >= 4 else 2
     assert launch_local([sys.executable, str(Path(__file__)), str(ep)], world) == 0
 

@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import PackageNotFoundError, version
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -119,18 +119,14 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
         super().__init__(name, packages, self._trial)
         self.launch, self.reference, self.kind, self.samples = launch, reference, kind, samples
         parameters = signature(launch).parameters
-        self._parameters = tuple(parameters)
-        self._defaults = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.default is not Parameter.empty
-        }
-        self._read_by_kind = tuple(signature(kind).parameters)
-        if unknown := set(self._read_by_kind) - set(parameters):
+        read = signature(kind).parameters
+        if unknown := sorted(read.keys() - parameters.keys()):
             raise TypeError(
-                f"{name}: kind reads {', '.join(sorted(unknown))}, which is no parameter of "
-                f"the kernel. Use the names of its parameters: {', '.join(parameters)}."
+                f"{name}: kind reads {', '.join(unknown)}, which is no parameter of the "
+                f"kernel. Use the names of its parameters: {', '.join(parameters)}."
             )
+        positions = list(parameters)
+        self._reads = [(positions.index(n), n, parameters[n].default) for n in read]
         update_wrapper(self, launch)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,13 +146,20 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
         if torch.compiler.is_compiling() or device.type != "cuda":
             return False
         kind = self.kind_of(*args, **kwargs)
-        return kind is not None and works(self, device, *kind)
+        if kind is None:
+            return False
+        failure = _FAILURES.get((self, device, kind))  # known after the first call
+        return works(self, device, *kind) if failure is None else not failure
 
     def kind_of(self, *args: Any, **kwargs: Any) -> tuple[Hashable, ...] | None:
         """Return the kind of a call, whose arguments may be given by position or by name."""
         # Not Signature.bind: this precedes every launch, and bind takes several microseconds.
-        call = {**self._defaults, **dict(zip(self._parameters, args, strict=False)), **kwargs}
-        return self.kind(*[call[name] for name in self._read_by_kind])
+        num = len(args)
+        values = [
+            args[position] if position < num else kwargs.get(name, default)
+            for position, name, default in self._reads
+        ]
+        return self.kind(*values)
 
     def _trial(self, device: torch.device, *kind: Hashable) -> Iterable[tuple[Tensor, Tensor]]:
         for sample in self.samples(device, *kind):

@@ -526,6 +526,7 @@ def test_the_command_reads_a_run_folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run_command("mcore_train", "doctor", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^a step by the planner, \S+ s: gemm \d+%, ", done.stdout, re.MULTILINE)
     assert "oscillating loss: 2 reports" in done.stdout
     assert "  try --lr 0.0005: half of 0.001\n  gain: not predicted: " in done.stdout
     assert "low efficiency: MFU 30 %\n  try --recompute-granularity ''" in done.stdout

@@ -83,7 +83,7 @@ def _answer(conversation: "Conversation", message: str) -> None:
                 if is_interrupted.is_set():
                     break
         except ValueError as error:  # too long: the conversation is unchanged
-            print(f"{error} Or begin anew with /reset.", file=sys.stderr)
+            print(f"{error} Or start again with /reset.", file=sys.stderr)
     print()
 
 

@@ -21,7 +21,7 @@ def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
     scores = sequence.request.scores
     if scores.prompt or scores.num_top:
         raise ValueError(
-            "beam search gives the scores of whole texts: request no log probabilities of the "
+            "beam search returns scores of complete texts: request no log probabilities of the "
             "prompt or of the likeliest tokens."
         )
     if any(len(sequence) > 1 for sequence in sequence.stop):
@@ -44,8 +44,8 @@ def check_speculation(
         )
     if in_step.size > 1 and drafts != "ngram":
         raise ValueError(
-            f"--speculative-drafts {drafts} runs forwards of its own, in which replicas that "
-            "share experts do not meet: use ngram, or an --expert-model-parallel-size within "
+            f"--speculative-drafts {drafts} runs forwards that replicas with shared experts "
+            "do not run together: use ngram, or an --expert-model-parallel-size within "
             "--tensor-model-parallel-size."
         )
     if has_recurrent_layers(model.config):

@@ -1,8 +1,8 @@
 """Keys and values of the cache in fp8 (e4m3), with one scale for a layer's keys or values.
 
-Halves the memory, and the time of reading it while decoding. A scale of 1 is enough for models
-whose keys and values stay below 448, as is usual. A new key is rounded before it is read for
-the first time, so that a text does not depend on how its prompt was cut into chunks.
+Halves the memory, and the time to read it while decoding. A scale of 1 suffices for models
+whose keys and values stay below 448, as is usual. A new key is rounded before its first use, so
+a text does not depend on how its prompt was cut into chunks.
 """
 
 import logging

@@ -38,7 +38,7 @@ Run = Callable[[], tuple[Tensor, Tensor]]
 """Returns the hidden state and logits of a step whose inputs have been filled in."""
 
 _RARE = 8
-"""Steps of one size that a larger graph runs before that size gets its own. Recording takes as
+"""Steps of one size that run in a larger graph before that size is recorded. Recording takes as
 long as tens of steps, and the number of rows falls quickly while a batch of texts ends."""
 
 
@@ -49,7 +49,7 @@ def decode_sizes(max_requests: int) -> list[int]:
 
 
 def is_rare(num_steps: int) -> bool:
-    """Whether a size that had so many steps is not worth a CUDA graph yet."""
+    """Whether a size with this number of steps is not worth a CUDA graph yet."""
     return num_steps <= _RARE
 
 
@@ -131,6 +131,7 @@ class Decoder:
             fitting = [size for size in self.sizes if size >= num_rows]
         size = fitting[0]
         if self.is_recorded:
+            # A size that is still rare runs in a larger graph, padded.
             self._num_steps[size] += 1
             size = size_to_run(fitting, self._runs, self._num_steps[size])
         if size not in self._inputs:
@@ -220,7 +221,7 @@ class PromptSteps:
         """Choose the recorded sizes; allocates nothing.
 
         Args:
-            model: whole, in eval mode.
+            model: in eval mode.
             cache: of the engine.
             max_tokens: of a step.
             table_pages: most pages of a request.
@@ -229,6 +230,7 @@ class PromptSteps:
         self.model, self.cache = model, cache
         self.device = next(model.parameters()).device
         num_parameters = sum(weight.numel() for weight in model.parameters())
+        # tokens * (parameters / layers) <= _MOST_WORK, and tokens * table_pages <= _MOST_TABLE.
         by_work = _MOST_WORK * model.config.num_layers // num_parameters
         large = max(_ALWAYS, min(_SIZES[-1], by_work, _MOST_TABLE // table_pages))
         most = min(max_tokens, large)

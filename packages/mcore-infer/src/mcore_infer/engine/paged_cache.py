@@ -191,6 +191,7 @@ class _PagedLayer:
         """
         step = self.cache.step
         assert step is not None
+        # One page more than num_pages: rows of padding read and write the last page.
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
         dtype = k.dtype if self.scales is None else torch.uint8
         held = self.held
@@ -198,6 +199,7 @@ class _PagedLayer:
             held.keys = k.new_zeros(*size, *k.shape[2:], dtype=dtype)
         if v is not None and held.values is None:
             held.values = v.new_zeros(*size, *v.shape[2:], dtype=dtype)
+        # Latent attention stores one vector a token, whose first channels are the value.
         values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
@@ -276,6 +278,8 @@ class _PagedLayer:
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather the keys or values that a chunk attends to: no pages before its window."""
         size = self.cache.page_tokens
+        # The chunk's first token sees keys from position first - window on. Pages before that
+        # may belong to another request. ``end`` counts keys from the first gathered page.
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size
         return memory[chunk.pages[first_page:]].flatten(0, 1)[:end].unsqueeze(1)

@@ -43,6 +43,7 @@ def padded_decode(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     token_bytes = q.element_size() * (keys[0, 0].numel() + values[0, 0].numel())
+    # Requests whose gathered pages, up to the width of the tables, fit into GATHERED_BYTES.
     at_once = max(1, GATHERED_BYTES // (tables.shape[1] * keys.shape[1] * token_bytes))
     mixed = []
     parts = zip(*(x.split(at_once) for x in (q, tables, lengths)), strict=True)
@@ -59,7 +60,7 @@ def padded_decode(
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("rgnh,rzgh->rgnz", groups, k).to(wide).flatten(1, 2) * scale
         if slopes is not None:
-            distances = places - ends[:, None, None] + 1
+            distances = places - ends[:, None, None] + 1  # 0 at the query, negative before it
             scores = scores + slopes.to(wide)[:, None] * distances
         probs = _weights(scores, is_seen[:, None], softcap, sinks).to(q.dtype)
         groups = probs.unflatten(1, (k.shape[2], -1))
@@ -149,10 +150,11 @@ def decode_on_cpu(
         scores: options of ``attend``.
     """
     extent, size = step.extent, memory[0].shape[1]
+    # Cheapest first: a view of all rows; one gather with or without a mask; request by request.
     # Pages before every window may be another request's.
     begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
     if extent.is_even and extent.is_in_a_row and kv_scales is None:
-        # Views of whole rows, whose last token is that of the new key and of the query.
+        # Views of all tokens of each row; the last is that of the new key and of the query.
         seen = [extent.view(pages) for pages in memory]  # [K, R, G, .]
         for view, last in zip(seen, new, strict=True):
             if last is not None:

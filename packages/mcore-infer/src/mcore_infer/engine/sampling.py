@@ -1,7 +1,7 @@
 """Chooses the next token from logits: penalties, temperature, cut-off, draw; log probabilities.
 
 The order is Megatron's: temperature, top-k, top-p (Megatron does not combine the two), a draw
-from the remaining tokens. Each row has one random number from its own generator, so its text
+from the remaining tokens. Each row has one random number from its generator, so its text
 depends only on its seed: not on the device, nor on the other rows of the batch.
 """
 

@@ -328,6 +328,7 @@ class Scheduler:
             request.num_computed = len(request.pages) * page_tokens
         count = self._share(request, budget)
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
+        # Keep a page for each running request that may still grow.
         if not count or needed + self._num_growing() > self.pool.num_free:
             self._release(request)
             return 0
@@ -396,6 +397,7 @@ class Scheduler:
 
     def _fitting(self, request: _Request, drafts: Sequence[int]) -> Sequence[int]:
         """Allocate pages for proposals; return the proposals that fit without preemption."""
+        # Tokens that fit: all free pages and the request's, less computed tokens and the last.
         free = self.pool.num_free + len(request.pages)
         drafts = drafts[: free * self.pool.page_tokens - request.num_computed - 1]
         missing = self._num_pages(request.num_computed + 1 + len(drafts)) - len(request.pages)

@@ -19,7 +19,7 @@ _GPU_SHARE = 0.9
 """Used share of a GPU's free memory; the rest is for workspaces, fragments and other
 processes."""
 _LARGEST_STEPS = 2
-"""Largest steps to keep memory for: one without a graph, and the graphs' own memory pool."""
+"""Largest steps to keep memory for: one without a graph, and the graphs' memory pool."""
 _CPU_BYTES = 2 << 30
 
 

@@ -1,7 +1,7 @@
 """Speculative decoding: proposes several tokens a step, without changing the text.
 
 A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
-position with that position's own random number, as without proposals, and accepts proposals up
+position with the random number of that position, as without proposals, and accepts proposals up
 to the first that differs from its sample. The text, and its distribution, are therefore equal
 token for token whatever is proposed. A fixed proposal is accepted with the probability that the
 model gives to it, as in rejection sampling; a draft model samples with the same random numbers
@@ -58,15 +58,15 @@ class Drafter(Protocol):
         """Return the planned step with every -1 replaced by a token."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
-        """Receive the hidden states that the model computed.
+        """Receive the hidden states of a step.
 
         Args:
-            step: the same, filled.
-            hidden: of its tokens; overwritten by the next step.
+            step: as returned by ``filled``.
+            hidden: of the step's tokens; the next step overwrites it.
         """
 
     def forget(self, request: int) -> None:
-        """Delete the state of a request that is over."""
+        """Delete the state of a request that has ended."""
 
 
 def num_drafts_for(sequence: RunningSequence, most: int) -> int:
@@ -87,28 +87,28 @@ class NgramDrafter:
         """Start without a text.
 
         Args:
-            num_drafts: tokens to propose, at most.
+            num_drafts: most tokens to propose.
         """
         self.num_drafts = num_drafts
         self._texts: dict[int, _Ngrams] = {}
 
     def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Look up the last tokens of each text in the text."""
-        found: dict[int, Sequence[int]] = {}
+        proposals: dict[int, Sequence[int]] = {}
         for request, sequence in sequences.items():
             if most := num_drafts_for(sequence, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(sequence.prompt))
                 known = len(ngrams.tokens) - len(sequence.prompt)
                 ngrams.extend(sequence.ids[known:])
-                found[request] = ngrams.next(most)
-        return found
+                proposals[request] = ngrams.next(most)
+        return proposals
 
     def filled(self, step: Step, _sequences: Mapping[int, RunningSequence], /) -> Step:
-        """Return the step; its proposals are known."""
+        """Return the step: it has no placeholders."""
         return step
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Do nothing: proposals depend on tokens alone."""
+        """Do nothing: proposals depend on tokens only."""
 
     def forget(self, request: int) -> None:
         """Delete a text."""
@@ -116,7 +116,7 @@ class NgramDrafter:
 
 
 class _Ngrams:
-    """A text, and where each of its n-grams last ended before the text's end."""
+    """A text, and the last end of each of its n-grams before the text's end."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -155,7 +155,7 @@ class ModelDrafter:
         """Store the arguments; memory is allocated at first use.
 
         Args:
-            model: of the same vocabulary, whole, in eval mode, over the same ``tp``.
+            model: in eval mode, with the same vocabulary and ``tp``.
             num_drafts: tokens to propose.
             cache: as many pages as the model's.
             max_requests: most requests of a step.
@@ -176,15 +176,15 @@ class ModelDrafter:
             return step
         texts = [sequences[chunk.request] for chunk in chunks]
         tokens = None
-        found: list[Tensor] = []
+        proposals: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
             # All texts continue to the longest proposal. Surplus tokens repeat the last
             # position of their text and are cut off below.
             single = Step(tuple(_single(chunk, place) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
             tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
-            found.append(tokens)
-        return with_drafts(step, chunks, torch.stack(found, 1).tolist())
+            proposals.append(tokens)
+        return with_drafts(step, chunks, torch.stack(proposals, 1).tolist())
 
     def follow(self, step: Step, hidden: Tensor) -> None:
         """Run the draft model on the step, to fill its cache."""
@@ -200,10 +200,7 @@ class ModelDrafter:
 
 
 def _single(chunk: Chunk, place: int) -> Chunk:
-    """Return a chunk of one token.
-
-    The text's last, or proposal ``place`` (at most the last).
-    """
+    """Return a chunk of one token: the text's last (``place`` 0), or proposal ``place``."""
     place = min(place, chunk.num_drafts)
     token = chunk.tokens[0] if not place else -1
     return replace(chunk, begin=chunk.begin + place, tokens=(token,), num_drafts=0)
@@ -213,19 +210,19 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
     """Return the step with computed proposals in place of the placeholders.
 
     Args:
-        step: has chunks without proposals too.
-        chunks: those with.
-        drafts: of each, at least as many as it has.
+        step: may have chunks without proposals.
+        chunks: the chunks with proposals.
+        drafts: proposals of each, at least as many as its placeholders.
     """
-    known = {
+    filled = {
         chunk.request: replace(chunk, tokens=(chunk.tokens[0], *row[: chunk.num_drafts]))
         for chunk, row in zip(chunks, drafts, strict=True)
     }
-    return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
+    return replace(step, chunks=tuple(filled.get(c.request, c) for c in step.chunks))
 
 
 class MTPDrafter:
-    """Proposes tokens by the model's own multi-token prediction layer; a ``Drafter``.
+    """Proposes tokens by the model's multi-token prediction layer; a ``Drafter``.
 
     The layer joins the hidden state of a token with the next token's embedding and predicts the
     token after that; its output then replaces the hidden state (DeepSeek-AI 2024,
@@ -238,9 +235,9 @@ class MTPDrafter:
         """Store the arguments; memory is allocated at first use.
 
         Args:
-            model: of the engine, with such a layer.
+            model: of the engine, with a prediction layer.
             num_drafts: tokens to propose.
-            cache: of the layer alone; as many pages as the model's.
+            cache: of the prediction layer; as many pages as the model's.
         """
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
         # By request: the position of the first row, and hidden states of its last tokens.
@@ -259,7 +256,7 @@ class MTPDrafter:
         texts = [sequences[chunk.request] for chunk in chunks]
         hidden = torch.cat([self._before(chunk) for chunk in chunks])
         tokens = None
-        found: list[Tensor] = []
+        proposals: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
             single = [
                 replace(
@@ -273,24 +270,24 @@ class MTPDrafter:
             hidden = self._run(single, hidden, tokens)
             logits = last_stage_logits(self.model, hidden)
             tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
-            found.append(tokens)
-        return with_drafts(step, chunks, torch.stack(found, 1).tolist())
+            proposals.append(tokens)
+        return with_drafts(step, chunks, torch.stack(proposals, 1).tolist())
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
         """Fill the layer's cache for every token whose successor is known."""
         shifted, rows, end = [], [], 0
         for chunk in step.chunks:
-            own = hidden[end : end + len(chunk.tokens)]
+            part = hidden[end : end + len(chunk.tokens)]
             end += len(chunk.tokens)
             if chunk.begin:
                 shifted.append(replace(chunk, begin=chunk.begin - 1, num_drafts=0))
-                rows += [self._before(chunk), own[:-1]]
+                rows += [self._before(chunk), part[:-1]]
             elif chunk.tokens[1:]:
                 shifted.append(replace(chunk, tokens=chunk.tokens[1:], num_drafts=0))
-                rows.append(own[:-1])
+                rows.append(part[:-1])
             kept = 1 + chunk.num_drafts
             first = chunk.begin + len(chunk.tokens) - kept
-            self._last[chunk.request] = first, own[-kept:].clone()
+            self._last[chunk.request] = first, part[-kept:].clone()
         if shifted:
             self._run(shifted, torch.cat(rows), None)
 

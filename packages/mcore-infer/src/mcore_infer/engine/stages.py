@@ -68,7 +68,7 @@ def run_stages(
 def last_stage_logits(
     model: LanguageModel, hidden: Float[Tensor, "R 1 D"]
 ) -> Float[Tensor, "R V"]:
-    """Return logits of the whole vocabulary; all-gathers them over ``tp``.
+    """Return the logits of the vocabulary; all-gathers them over ``tp``.
 
     Stages before the last return zeros. They still choose tokens, so that all ranks consume the
     same random numbers; ``from_last_stage`` replaces those tokens.

@@ -94,6 +94,7 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
     """Copy a plan to the device as tensors; the host does not wait."""
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
     positions = [p for chunk in step.chunks for p in _positions(chunk)]
+    # Row of each token in the cache: pages of the request are in order of positions.
     places = [
         chunk.pages[p // page_tokens] * page_tokens + p % page_tokens
         for chunk in step.chunks
@@ -185,6 +186,8 @@ class KeyExtent:
     def view(self, memory: Shaped[Tensor, "P Z G _"]) -> Shaped[Tensor, "K R G _"]:
         """Return all rows up to the longest as a view; needs ``is_in_a_row``."""
         rows, width = self._tables.shape
+        # Consecutive pages make the keys of a row contiguous: key k of row r is at
+        # (first_page + r * width) pages plus k tokens, for all k up to the longest row.
         of_page, of_token, *inner = memory.stride()
         return memory.as_strided(
             (self.longest, rows, *memory.shape[2:]),
@@ -275,7 +278,7 @@ class DecodeTensors:
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
         self._extent = None
-        self._mirrors.append(self._mirrors.pop(0))
+        self._mirrors.append(self._mirrors.pop(0))  # the copy that was sent longest ago
         self._mirrors[0].fill(step, page_tokens, *padding)
         self._mirrors[0].send(self._device)
         if tokens is not None:
@@ -338,6 +341,7 @@ class _Mirror:
         # Page tables are most of the numbers and change once in page_tokens steps. The
         # scheduler passes the same tuple while nothing changes, so that identity is checked
         # first.
+        # Rows of padding have a table of the padding page.
         end = 0
         for count, pages in [*spans, (len(self.pages) - num_used, (padding_page,))]:
             begin, end = end, end + count

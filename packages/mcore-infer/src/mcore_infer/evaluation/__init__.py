@@ -1,1 +1,1 @@
-"""How well a model predicts: texts, and the zero-shot tasks of the field."""
+"""Perplexity of texts, and zero-shot tasks."""

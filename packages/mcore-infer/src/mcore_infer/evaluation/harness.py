@@ -1,11 +1,11 @@
-r"""lm-evaluation-harness on our models, in the same process.
+r"""Runs lm-evaluation-harness on mcore models, in one process.
 
     python -m mcore_infer.evaluation.harness --model mcore \
         --model_args load=runs/tiny --tasks hellaswag
 
-The arguments are those of ``lm_eval``, which has no way to find models of other packages by
-itself. Texts become tokens as its own model of Hugging Face's does, so scores can be compared.
-Under torchrun all ranks run it: tensor ranks split the model, data ranks the rows.
+The arguments are those of ``lm_eval``, which cannot find models of other packages. Texts are
+tokenized as by its ``hf`` model, so scores can be compared. Under torchrun all ranks run it:
+tensor ranks split the model, data ranks the rows.
 """
 
 import os
@@ -22,11 +22,11 @@ from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
 NAME = "mcore"
-"""What ``--model`` calls it."""
+"""Value of ``--model``."""
 
 
 def adapter_class() -> type:
-    """Return the class that the harness runs; see ``Requests`` for what it takes."""
+    """Return the model class for the harness; its arguments are those of ``Requests``."""
     try:
         template: Any = import_module("lm_eval.api.model").TemplateLM
     except ImportError as error:
@@ -38,7 +38,7 @@ def adapter_class() -> type:
 
 
 class Requests:
-    """Answers to the harness' requests; ``adapter_class`` makes one of its models of it."""
+    """Answers the harness' requests; ``adapter_class`` adds the harness' base class."""
 
     cache_hook: Any
 
@@ -56,20 +56,22 @@ class Requests:
         data_axis: Axis = SINGLE,
         **ignored: Any,
     ) -> None:
-        """Load a model, or take one that is there.
+        """Load a model, or use a loaded one.
 
         Args:
             load: folder, as ``mcore-infer eval --load``.
             tokenizer: folder or file; with ``model`` the tokenizer itself.
             model: in eval mode.
             batch_size: rows in one forward pass; ``auto``: 8.
-            max_length: most tokens that the model sees; 0: its positions, or 2048.
-            max_gen_toks: most tokens to write where a task does not say.
-            device: ``cpu``; or ``cuda`` or one of its devices, the harness' own default: as
-                None, cuda where it is present.
+            max_length: most tokens of context; 0: the model's positions, or 2048.
+            max_gen_toks: most tokens to generate, if the task has no limit.
+            device: ``cpu``; ``cuda``, with or without an index, or None: cuda if the machine
+                has
+                it.
             tensor_model_parallel_size: as the flag.
-            data_axis: data ranks that share rows, of ``model``.
-            ignored: what the harness gives to all models; None where it must be.
+            data_axis: data ranks of ``model`` that share rows.
+            ignored: arguments that the harness passes to all models; must be None, except
+                ``max_batch_size``.
         """
         super().__init__()
         unknown = [k for k, v in ignored.items() if v is not None and k != "max_batch_size"]
@@ -77,7 +79,7 @@ class Requests:
             raise ValueError(f"--model_args {', '.join(unknown)}: the model {NAME} has none.")
         if model is None:
             if not load:
-                raise ValueError("--model_args load=DIR says which model to evaluate.")
+                raise ValueError("--model_args needs load=DIR, the model to evaluate.")
             model, tokenizer, data_axis = _opened(
                 load, tokenizer, device, tensor_model_parallel_size
             )
@@ -88,23 +90,23 @@ class Requests:
 
     @property
     def eot_token_id(self) -> int:
-        """Id that ends a document."""
+        """Token that ends a document."""
         return self.tokens.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """Id that stands before a text without context."""
+        """Token before a text without context."""
         return self.tokens.eod if self.tokens.bos is None else self.tokens.bos
 
     @property
     def tokenizer_name(self) -> str:
-        """Name for caches of requests."""
+        """Name of the tokenizer in caches of requests."""
         return str(self.tokens.fingerprint())
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text, with what the tokenizer adds unless that is there."""
+        """Return the ids of a text; a first token is added unless the text has one."""
         bos = self.tokens.bos
         has_bos = bos is not None and string.startswith(self.tokens.decode([bos]))
         adds = not has_bos if add_special_tokens is None else add_special_tokens
@@ -115,15 +117,15 @@ class Requests:
         for _pair, context, target in requests:
             ids = [*context, *target][-(self.max_length + 1) :]
             rows.append(Continuation(ids, min(len(target), len(ids) - 1)))
-        found = judge(self.model, rows, batch=self.batch_size, axis=self.data_axis)
-        results = [(one.log_prob, one.is_greedy) for one in found]
+        scores = judge(self.model, rows, batch=self.batch_size, axis=self.data_axis)
+        results = [(score.log_prob, score.is_greedy) for score in scores]
         for (pair, *_rest), result in zip(requests, results, strict=True):
             if pair is not None:
                 self.cache_hook.add_partial("loglikelihood", pair, result)
         return results
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of whole texts; every token counts once."""
+        """Return the log probability of complete texts; every token counts once."""
         del disable_tqdm
         utils: Any = import_module("lm_eval.utils")
         windows, owners = [], []
@@ -147,7 +149,7 @@ class Requests:
         return totals
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Write on until one of the task's strings, which is cut off."""
+        """Return continuations up to one of the task's stop strings, which is cut off."""
         del disable_tqdm
         texts = []
         for request in requests:
@@ -181,7 +183,9 @@ def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:
     temperature = float(options.pop("temperature", 1.0 if draws else 0.0))
     top_p, top_k = float(options.pop("top_p", 0.0)), int(options.pop("top_k", 0))
     if options:
-        raise ValueError(f"generation_kwargs {sorted(options)} are not known to {NAME}.")
+        raise ValueError(
+            f"generation_kwargs {sorted(options)} are unknown to the model {NAME}."
+        )
     if not draws or temperature == 0.0:
         return SamplingConfig(num_tokens=num_tokens, top_k=1)
     return SamplingConfig(
@@ -193,7 +197,7 @@ def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:
 
 
 def _cut(text: str, until: Iterable[str]) -> str:
-    """Cut a text before the first of some strings."""
+    """Cut a text before the first stop string."""
     ends = [text.find(word) for word in until if word and word in text]
     return text[: min(ends, default=len(text))]
 
@@ -218,7 +222,7 @@ def _opened(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the harness with the model ``mcore`` known; only the first rank prints.
+    """Run the harness with the model ``mcore``; only the first rank prints.
 
     Raises:
         ValueError: if the harness is not installed.

@@ -1,7 +1,7 @@
-"""LAMBADA: does a model guess the last word of a passage?
+"""LAMBADA: how often a model predicts the last word of a passage.
 
-Not strict, the last token of the text is the target; strict, the last word, of which all tokens
-must be the likeliest.
+The target is the last token of the text; with ``strict``, all tokens of the last word, each of
+which must be the likeliest.
 
 Reference:
     Paperno et al. 2016, The LAMBADA dataset. arXiv:1606.06031.
@@ -76,15 +76,15 @@ def score_lambada(
     batch: int = 8,
     axis: Axis = SINGLE,
 ) -> LambadaScore:
-    """Count the passages whose last word the model guesses.
+    """Count the passages whose last word the model predicts.
 
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         tokenizer: of the model.
         texts: passages.
-        strict: whole last words, not last tokens.
+        strict: the target is the last word, not the last token.
         context_tokens: most tokens that the model sees.
         batch: passages in one forward pass.
         axis: data ranks that share the work.
@@ -96,5 +96,5 @@ def score_lambada(
         continuation(tokenizer, text, strict=strict, context_tokens=context_tokens)
         for text in texts
     ]
-    found = judge(model, rows, batch=batch, axis=axis)
-    return LambadaScore(sum(one.is_greedy for one in found), len(found))
+    scores = judge(model, rows, batch=batch, axis=axis)
+    return LambadaScore(sum(score.is_greedy for score in scores), len(scores))

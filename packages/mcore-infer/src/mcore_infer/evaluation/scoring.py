@@ -1,8 +1,8 @@
-"""How well a model predicts given texts: loss, perplexity, bits per byte.
+"""Scores of given texts: loss, perplexity, bits per byte.
 
 A text is evaluated in windows of the model's context. Each window but the first overlaps the
-one before and only its new tokens count, so every token counts once and has at least the
-overlap as its context. Results are totals over tokens, never means of means.
+previous window, and only its new tokens count: every token counts once and has at least the
+overlap as context. Results are totals over tokens, never means of means.
 """
 
 import math
@@ -26,9 +26,9 @@ class TextScore:
     loss_sum: float
     """Nats."""
     num_tokens: int
-    """That were predicted."""
+    """Predicted tokens."""
     num_bytes: int = 0
-    """Of the texts in UTF-8; 0: not known."""
+    """Bytes of the texts in UTF-8; 0: unknown."""
 
     @property
     def loss(self) -> float:
@@ -37,7 +37,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """Per token; the loss is capped at 20 as in Megatron, so that it prints."""
+        """Perplexity per token; the loss is capped at 20, as in Megatron."""
         return math.exp(min(20.0, self.loss))
 
     @property
@@ -56,7 +56,7 @@ class Window:
     end: int
     """One past the last target."""
     first_counted: int
-    """First target that counts; those before are context."""
+    """First target that counts; earlier targets are context."""
 
 
 def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> list[Window]:
@@ -98,9 +98,9 @@ def score_documents(
     Communicates over the model's ``tp`` and ``pp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
-        documents: token ids; the end-of-document token is a target where it stands in them.
-        begin_token: what the model sees before each document.
+        model: in eval mode.
+        documents: token ids; an end-of-document token in them is a target too.
+        begin_token: token before each document.
         context_tokens: longest window.
         stride: see ``plan_windows``; 0: half the context.
         batch: windows in one forward pass.
@@ -151,13 +151,13 @@ def counted_losses(
 ) -> Iterator[Tensor]:
     """Yield the losses ``[batch, targets]`` of this rank's windows in float64.
 
-    They come in the same order for any model; a target that does not count has 0. No sum over
-    ranks; else as ``score_windows``.
+    The order is the same for any model; a target that does not count has loss 0. Does not sum
+    over ranks.
     """
     check_eval_mode(model)
-    # By length: little padding in a batch.
+    # Longest first: little padding in a batch.
     windows = sorted(windows, key=lambda w: w.end - w.begin, reverse=True)
-    # Every rank runs as many forwards as the others: experts may exchange tokens across them.
+    # All ranks run equally many forwards: experts may communicate across them.
     for first in range(0, len(windows), batch * axis.size):
         begin = first + batch * axis.rank
         group = windows[begin : begin + batch]
@@ -166,7 +166,7 @@ def counted_losses(
 
 
 def check_eval_mode(model: LanguageModel) -> None:
-    """Refuse a model in training mode."""
+    """Raise ValueError for a model in training mode."""
     if model.training:
         raise ValueError("evaluation needs a model in eval mode: call model.eval() first.")
 
@@ -181,10 +181,10 @@ def score_texts(
     batch: int = 8,
     axis: Axis = SINGLE,
 ) -> TextScore:
-    """Sum the loss of texts, each a document of its own, without its end token.
+    """Sum the loss of texts; each text is a document without an end token.
 
     Raises:
-        ValueError: as ``score_documents``, or if the tokenizer has no token to begin with.
+        ValueError: as ``score_documents``, or if no token of the tokenizer begins a document.
     """
     begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     if begin_token is None:

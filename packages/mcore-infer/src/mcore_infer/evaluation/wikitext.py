@@ -1,8 +1,8 @@
-"""Perplexity of WikiText-103 as Megatron's zero-shot task counts it.
+"""Perplexity of WikiText-103, as defined by Megatron's zero-shot task.
 
-The whole file is one text. The tokens are those of the detokenised text, and the adjusted
-perplexity is per word of the original one, so that tokenizers can be compared. Windows begin
-every ``overlap`` tokens, and each but the first counts its last ``overlap`` targets only.
+The file is one text. The tokens are those of the detokenised text, and the adjusted perplexity
+is per word of the original text, so tokenizers can be compared. Windows begin every ``overlap``
+tokens, and each but the first counts only its last ``overlap`` targets.
 
 Reference:
     Shoeybi et al. 2019, Megatron-LM, section 5.3 and its task WIKITEXT103. arXiv:1909.08053.
@@ -40,18 +40,18 @@ _PTB = (
 
 @dataclass(frozen=True, slots=True)
 class WikitextScore:
-    """Loss of one text, and what follows from it."""
+    """Loss of one text, and derived measures."""
 
     loss_sum: float
     """Nats."""
     num_tokenized: int
     """Tokens of the detokenised text."""
     num_original: int
-    """Words of the original text: what single spaces part."""
+    """Words of the original text, separated by single spaces."""
 
     @property
     def loss(self) -> float:
-        """Nats per target; the first token is none."""
+        """Nats per target; the first token is not a target."""
         return self.loss_sum / (self.num_tokenized - 1)
 
     @property
@@ -61,29 +61,29 @@ class WikitextScore:
 
     @property
     def perplexity(self) -> float:
-        """Per token; the loss is capped at 20, so that it prints."""
+        """Perplexity per token; the loss is capped at 20."""
         return math.exp(min(20.0, self.loss))
 
     @property
     def adjusted_perplexity(self) -> float:
-        """Per word, capped likewise: comparable between tokenizers."""
+        """Perplexity per word, comparable between tokenizers; the loss is capped at 20."""
         return math.exp(min(20.0, self.loss * self.token_ratio))
 
 
 def detokenizer_name(path: str) -> str:
-    """Choose the detokenizer by a file's path: ``ptb``, ``wiki`` or none (empty)."""
+    """Return the detokenizer for a file's path: ``ptb``, ``wiki`` or empty."""
     return next((name for name in ("ptb", "wiki") if name in path.lower()), "")
 
 
 def detokenized(text: str, name: str) -> str:
-    """Undo how a benchmark's text was cut into words."""
+    """Return a benchmark's text without the marks of its word tokenization."""
     if name == "ptb":
         return _replaced(text, _PTB)
     if name != "wiki":
         return text
     text = _replaced(text, _WIKI)
     for left, right in _INSIDE:
-        # Blanks just inside of brackets and quotes go.
+        # Remove blanks just inside of brackets and quotes.
         begin, end = re.escape(left), re.escape(right)
         text = re.sub(rf"{begin}\s*([^{end}]*?)\s*{end}", rf"{left}\1{right}", text)
     return _replaced(text, _AFTER_INSIDE)
@@ -99,7 +99,7 @@ def plan_overlapping(num_targets: int, context_tokens: int, overlap: int) -> lis
     """Cut a text into windows that begin every ``overlap`` targets; each target counts once.
 
     Args:
-        num_targets: of the text.
+        num_targets: targets of the text.
         context_tokens: longest window.
         overlap: targets that each window but the first adds; ``context_tokens``: no overlap.
     """
@@ -113,7 +113,7 @@ def plan_overlapping(num_targets: int, context_tokens: int, overlap: int) -> lis
     for begin in range(0, count * overlap, overlap):
         first = begin + context_tokens - overlap if begin else 0
         end = min(num_targets, begin + context_tokens)
-        if first < end:  # the last ones may count nothing any more
+        if first < end:  # the last windows may have no target that counts
             windows.append(Window(0, begin, end, first))
     return windows
 
@@ -129,17 +129,17 @@ def score_wikitext(
     batch: int = 8,
     axis: Axis = SINGLE,
 ) -> WikitextScore:
-    """Score a text as one run of tokens, the first of which is context.
+    """Score a text as one sequence of tokens; the first token is context.
 
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         tokenizer: of the model.
-        text: the whole file.
+        text: the content of the file.
         detokenizer: see ``detokenized``.
         context_tokens: longest window.
-        overlap: see ``plan_overlapping``; 0: the whole context.
+        overlap: see ``plan_overlapping``; 0: the context length.
         batch: windows in one forward pass.
         axis: data ranks that share the work.
 

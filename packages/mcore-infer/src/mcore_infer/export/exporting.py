@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder for another engine, which appears once it is complete."""
+"""Exports a trained model as a folder for another engine; the folder appears once complete."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,30 +20,30 @@ from mcore_infer.quantization.compressed_tensors import write_compressed_tensors
 from mcore_infer.quantization.unified_folder import write_hf_quant
 
 Format = Literal["trtllm", "hf-quant", "compressed-tensors"]
-"""Words for folders to write."""
+"""Formats of the folders to write."""
 
 FORMATS: tuple[Format, ...] = ("trtllm", "hf-quant", "compressed-tensors")
-"""All of them."""
+"""All formats."""
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Most bytes of tensors in a file of a Hugging Face folder, where nothing is said."""
+"""Default of the most bytes of tensors in a file of a Hugging Face folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export did."""
+    """Result of an export."""
 
     output: Path
     """The folder."""
     word: str
-    """The engine's class of the model; of a Hugging Face folder, how it is quantized."""
+    """The engine's class of the model, or the quantization of a Hugging Face folder."""
     num_tensors: int
     """Tensors in all files."""
     num_bytes: int
     """Bytes of tensors in all files."""
     notes: list[str] = field(default_factory=list)
-    """What a user of the folder has to know."""
+    """Remarks for the user of the folder."""
 
 
 def export_model(
@@ -57,20 +57,22 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a model for another engine. No communication; one process does it.
+    """Write a model for another engine, in one process; no communication.
 
-    Tensors stream: memory stays small whatever the model's size. The folder appears under its
-    name when it is complete.
+    Tensors stream, so memory does not grow with the model. The folder appears under its name
+    once it is complete.
 
     Args:
-        load: run folder, step folder, Hugging Face folder, or one that ``quantize`` wrote.
-        output: folder to make.
+        load: run folder, step folder, Hugging Face folder, or a folder of ``quantize``.
+        output: new folder.
         format: ``trtllm``, the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from;
             ``hf-quant`` and ``compressed-tensors``, Hugging Face folders of quantized weights.
         tensor_parallel_size: ranks that split each matrix, of ``trtllm``.
         pipeline_parallel_size: pipeline stages, of ``trtllm``.
-        dtype: to cast plain weights of ``trtllm`` to: fp32, fp16, bf16; empty: as they are.
-        max_shard_bytes: most bytes of tensors in one file, of the others.
+        dtype: cast weights that are not quantized, for ``trtllm``: fp32, fp16, bf16; empty:
+            keep
+            their dtype.
+        max_shard_bytes: most bytes of tensors in one file, of Hugging Face folders.
         on_progress: called for each slab written.
 
     Raises:
@@ -114,7 +116,7 @@ def _notes(source: OpenCheckpoint) -> list[str]:
 
 
 def _check(format: str, grid: RankGrid, dtype: str, max_shard_bytes: int) -> None:
-    """Refuse words that are not known and options without effect."""
+    """Raise ValueError for unknown words and options without effect."""
     if format not in FORMATS:
         raise ValueError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
     if dtype and dtype not in DTYPE_WORDS:
@@ -126,6 +128,6 @@ def _check(format: str, grid: RankGrid, dtype: str, max_shard_bytes: int) -> Non
         )
     if format != "trtllm" and (grid != RankGrid() or dtype):
         raise ValueError(
-            f"--format {format} is split by the engine that loads it and keeps its weights as "
-            "they are: leave out --tensor-parallel-size, --pipeline-parallel-size and --dtype."
+            f"--format {format} is split by the engine that loads it and keeps its dtype: "
+            "leave out --tensor-parallel-size, --pipeline-parallel-size and --dtype."
         )

@@ -1,8 +1,9 @@
-"""Tensors for a rank of another engine, put together from ranges of logical tensors.
+"""Builds tensors for a rank of another engine from ranges of logical tensors.
 
-A ``TensorRange`` is a range of rows and columns of one logical tensor. Ranges
-that follow each other in memory make a tensor: the queries, keys and values of a rank, or
-experts on a new first dimension. Bytes come by groups of rows, so no tensor is ever held whole.
+A ``TensorRange`` is a range of rows and columns of one logical tensor. Consecutive ranges form
+a
+tensor: the queries, keys and values of a rank, or experts on a new first dimension. Groups of
+rows stream, so no complete tensor is in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,26 +34,26 @@ class TensorRange:
 
 
 class RecordedRows:
-    """Rows that remember of which tensors some were read."""
+    """Reads rows and records the names of their tensors."""
 
-    def __init__(self, under: Rows) -> None:
-        """Read from ``under``."""
-        self._under, self.entries = under, under.entries
+    def __init__(self, rows: Rows) -> None:
+        """Read from ``rows``; no tensor is recorded yet."""
+        self._rows, self.entries = rows, rows.entries
         self.read: set[str] = set()
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows, and note the tensor."""
+        """Read rows, and record the name of their tensor."""
         self.read.add(name)
-        return self._under.rows(name, begin, stop)
+        return self._rows.rows(name, begin, stop)
 
 
-def whole(rows: Rows, name: str, shift: float = 0.0) -> TensorRange:
-    """Return the part that is all of a tensor."""
+def full_range(rows: Rows, name: str, shift: float = 0.0) -> TensorRange:
+    """Return the range of a complete tensor."""
     return TensorRange(name, (0, rows.entries[name].shape[0]), shift=shift)
 
 
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the range of ``size`` that a rank has; ``num_ranks`` divides ``size``."""
+    """Return a rank's range of ``size``, which ``num_ranks`` divides."""
     share = size // num_ranks
     return rank * share, (rank + 1) * share
 
@@ -60,7 +61,7 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 def build_item(
     name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[TensorRange], rows: Rows
 ) -> Item:
-    """Make a tensor to write out of parts that follow each other."""
+    """Return the tensor to write that consecutive ranges form."""
     return Item(name, dtype, shape, partial(_slabs, tuple(parts), rows, DTYPES[dtype]))
 
 
@@ -69,29 +70,29 @@ def _slabs(parts: Sequence[TensorRange], rows: Rows, dtype: torch.dtype) -> Iter
         entry = rows.entries[part.name]
         begin, stop = part.rows
         for low, high in row_groups((stop - begin, *entry.shape[1:])):
-            held = _rows_or_zeros(rows, part.name, begin + low, begin + high)
+            values = _rows_or_zeros(rows, part.name, begin + low, begin + high)
             if part.columns is not None:
-                held = held[:, slice(*part.columns)]
+                values = values[:, slice(*part.columns)]
             if part.shift or part.factor != 1.0:
-                held = held.float() * part.factor + part.shift
-            yield _cast(part.name, held.contiguous(), dtype)
+                values = values.float() * part.factor + part.shift
+            yield _cast(part.name, values.contiguous(), dtype)
 
 
-def _cast(name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
-    if held.dtype == torch.uint8 and dtype == torch.int8:
-        return held.view(dtype)  # packed codes are bytes, whatever a format calls them
-    cast = held.to(dtype)
-    if dtype == torch.float16 and (cast.isinf() & ~held.isinf()).any():
+def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    if values.dtype == torch.uint8 and dtype == torch.int8:
+        return values.view(dtype)  # packed codes are bytes, which a format may call int8
+    cast = values.to(dtype)
+    if dtype == torch.float16 and (cast.isinf() & ~values.isinf()).any():
         raise ValueError(
-            f"{name} has numbers beyond 65504, where fp16 ends: give --dtype bf16 or fp32."
+            f"{name} has numbers above 65504, the largest of fp16: give --dtype bf16 or fp32."
         )
     return cast
 
 
 def _rows_or_zeros(rows: Rows, name: str, begin: int, stop: int) -> Tensor:
     end = rows.entries[name].shape[0]
-    held = rows.rows(name, min(begin, end), min(stop, end))
+    values = rows.rows(name, min(begin, end), min(stop, end))
     if stop <= end:
-        return held
+        return values
     missing = stop - max(begin, end)
-    return torch.cat((held, held.new_zeros((missing, *held.shape[1:]))))
+    return torch.cat((values, values.new_zeros((missing, *values.shape[1:]))))

@@ -30,17 +30,17 @@ from mcore_infer.export.trtllm_quantized import PLAIN, describe_quantization, fi
 from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
 
 Watch = Callable[[Sequence[Item]], list[Item]]
-"""Wraps items, so that what passes can be seen."""
+"""Wraps the items to write, for progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrtllmReport:
-    """What was written."""
+    """Result of writing a checkpoint."""
 
     word: str
     """The engine's class of the model."""
     notes: list[str]
-    """What the folder does not say and a user must."""
+    """Settings that the folder cannot hold and the user must give to the engine."""
 
 
 def write_trtllm(
@@ -50,9 +50,10 @@ def write_trtllm(
 
     Args:
         folder: an empty folder.
-        source: the model, opened.
-        grid: how many ranks will load it.
-        dtype: safetensors' name to cast what is not quantized to; empty: the embedding's.
+        source: the opened checkpoint.
+        grid: ranks that will load the checkpoint.
+        dtype: safetensors' name of the dtype of weights that are not quantized; empty: that of
+            the embedding.
         watch: called once with all tensors of all ranks.
 
     Raises:
@@ -84,13 +85,13 @@ def write_trtllm(
     watched = iter(watch([item for items in ranks for item in items]))
     for number, items in enumerate(ranks):
         mine = [next(watched) for _ in items]
-        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])  # wide ones first stay aligned
+        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])  # wide dtypes first: aligned
         write_file(folder / f"rank{number}.safetensors", mine)
     left = sorted(rows.entries.keys() - rows.read)
-    assert not left, f"{len(left)} tensors went to no rank: {', '.join(left[:5])}"
+    assert not left, f"{len(left)} tensors are on no rank: {', '.join(left[:5])}"
     if layers:
-        own = {key: quantization[key] for key in ("quant_algo", "kv_cache_quant_algo")}
-        text = json.dumps({**own, "quantized_layers": layers}, indent=2)
+        algorithms = {key: quantization[key] for key in ("quant_algo", "kv_cache_quant_algo")}
+        text = json.dumps({**algorithms, "quantized_layers": layers}, indent=2)
         write_durably(folder / "quant_cfg.json", text.encode() + b"\n")
     write_durably(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
     return TrtllmReport(config["architecture"], notes_on(source.description))

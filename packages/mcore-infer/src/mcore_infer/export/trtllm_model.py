@@ -1,7 +1,7 @@
-"""The ``config.json`` of a TensorRT-LLM checkpoint, and which models it can say.
+"""The ``config.json`` of a TensorRT-LLM checkpoint, and checks of the models it can express.
 
-Every field is written, for releases differ in what they take for an absent one. A model that
-the format has no layout for is refused by name.
+Every field is written: releases differ in their defaults. A model without a layout in the
+format is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,21 +42,21 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-"""TensorRT-LLM's class of each family that its checkpoints have a layout for."""
+"""TensorRT-LLM's class of each supported family."""
 
 INSTEAD = (
     "Use a Hugging Face folder instead (mcore-ckpt convert or mcore-infer quantize write one): "
     "TensorRT-LLM from 1.0 on, vLLM and SGLang load it."
 )
-"""What to do where the format has no layout."""
+"""Advice in errors for models that the format cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """What the tensors of a rank are cut by."""
+    """Sizes that determine the tensors of a rank."""
 
     num_layers: int
-    """Layers of the whole model."""
+    """Layers of the model."""
     num_heads: int
     """Query heads, N."""
     num_kv_heads: int
@@ -74,12 +74,12 @@ class RankSizes:
     is_gated: bool
     """Whether feed-forward layers multiply two projections."""
     shift: float
-    """What the gain of a norm is stored without."""
+    """Offset to add to stored gains of norms."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """How many ranks a checkpoint is written for."""
+    """Numbers of ranks of a checkpoint."""
 
     tp: int = 1
     """Ranks that split each matrix."""
@@ -88,7 +88,7 @@ class RankGrid:
 
 
 def read_sizes(description: Mapping[str, Any]) -> RankSizes:
-    """Read the sizes of a model."""
+    """Return the sizes of a model."""
     config = settings(description)
     experts = expert_setting(description, "num_experts")
     return RankSizes(
@@ -106,7 +106,7 @@ def read_sizes(description: Mapping[str, Any]) -> RankSizes:
 
 
 def check_model(model_type: str, description: Mapping[str, Any]) -> None:
-    """Refuse a model that the format has no layout for."""
+    """Raise ValueError for a model that the format cannot express."""
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"--format trtllm has no layout for {model_type} here: it writes "
@@ -129,7 +129,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
 
 
 def check_grid(sizes: RankSizes, grid: RankGrid) -> None:
-    """Refuse a number of ranks that the model cannot be split over."""
+    """Raise ValueError for a number of ranks that the model cannot be split over."""
     if grid.tp < 1 or grid.pp < 1:
         raise ValueError(
             f"--tensor-parallel-size {grid.tp} and --pipeline-parallel-size {grid.pp} must be "
@@ -165,7 +165,7 @@ def build_config(
     grid: RankGrid,
     quantization: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Build the config.json; the model and the grid have been checked."""
+    """Return the config.json of a checked model and grid."""
     sizes, config = read_sizes(description), settings(description)
     has_rope = config.position_embedding_type == "rope"
     scaling = rope_scaling(description)
@@ -221,20 +221,20 @@ def build_config(
 
 
 def shares_vocabulary(model_type: str, grid: RankGrid) -> bool:
-    """Whether tensor ranks split the embedding: the engine does so for Gemma only."""
+    """Whether tensor ranks split the embedding, as the engine does for Gemma only."""
     return model_type.startswith("gemma") and grid.tp > 1
 
 
 def notes_on(description: Mapping[str, Any]) -> list[str]:
-    """List what the format does not say of a model and its engine must be given."""
+    """Return settings that the format cannot hold and the user must give to the engine."""
     window = setting(description, "window_size")[0]
     if window < 0:
         return []
     pattern = setting(description, "window_attn_skip_freq")
-    where = "" if pattern == "0" else f" in layers as --window-attn-skip-freq {pattern} says"
+    where = "" if pattern == "0" else f" in layers by --window-attn-skip-freq {pattern}"
     note = (
-        f"attention looks back {window + 1} tokens{where}: the format has no field for it, "
-        "give the engine its max_attention_window."
+        f"the attention window is {window + 1} tokens{where}: the format has no field for it, "
+        "set the engine's max_attention_window."
     )
     return [note]
 
@@ -266,12 +266,12 @@ def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, 
 
 
 def _window_pattern(layer_types: Sequence[str]) -> int:
-    """Return n where every n-th layer has no window."""
+    """Return n if every n-th layer, and no other, has full attention."""
     full = [number for number, kind in enumerate(layer_types, 1) if kind == "full_attention"]
     every = full[0] if full else len(layer_types) + 1
     if full != list(range(every, len(layer_types) + 1, every)):
         raise ValueError(
-            "--format trtllm says windows by every how many-th layer has none, and the layers "
-            f"without one are {full} here. {INSTEAD}"
+            "--format trtllm needs full attention in every n-th layer, and layers "
+            f"{full} have it here. {INSTEAD}"
         )
     return every

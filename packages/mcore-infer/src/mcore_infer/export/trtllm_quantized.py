@@ -1,7 +1,7 @@
-"""Quantized matrices as TensorRT-LLM's engine flow stores them.
+"""Quantized matrices in the format of TensorRT-LLM's engine flow.
 
-What a fused matrix has one scale for, its parts share: the largest. Scales of outputs follow a
-split of outputs, those of inputs and groups a split of inputs, scalars go to every rank.
+If a fused matrix has one scale, it is the largest of its parts. Scales of outputs are split
+with the outputs, scales of inputs and groups with the inputs; scalars are on every rank.
 """
 
 import re
@@ -54,16 +54,16 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """Matrices of codes with their scales; those that the source left alone stay plain."""
+    """Quantized matrices with their scales; matrices that are not quantized stay plain."""
 
     plain: PlainLinears
-    """Writes what is not quantized, and what the engine quantizes itself."""
+    """Writes the matrices that are not quantized, or that the engine quantizes."""
     widened: WidenedRows
-    """The source's tensors, by their own names."""
+    """The source's tensors, by their names in the source."""
     modules: Mapping[str, str]
-    """Of each logical matrix, without ``.weight``, the source's name of it."""
+    """The source's module of each logical matrix, without ``.weight``."""
     noted: RecordedRows
-    """Collects which logical tensors were written as codes."""
+    """Records the logical tensors that were written as codes."""
 
     def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
         """List the codes and scales of a linear.
@@ -72,21 +72,22 @@ class QuantizedLinears:
             ValueError: if parts of a fused matrix are quantized in different ways, or the ranks
                 cut a group of inputs.
         """
-        is_rounded = [self.is_rounded(one.stem) for one in shares]
+        is_rounded = [self.is_rounded(share.stem) for share in shares]
         if not any(is_rounded) or self.widened.plan.layout.algo == "W8A16":
             return self.plain.items(name, shares)
-        ways = {self.layout(one.stem).algo for one in shares}
-        if not all(is_rounded) or len(ways) > 1:
-            names = [one.stem for one, is_one in zip(shares, is_rounded, strict=True) if is_one]
+        algos = {self.layout(share.stem).algo for share in shares}
+        if not all(is_rounded) or len(algos) > 1:
+            pairs = zip(shares, is_rounded, strict=True)
+            names = [share.stem for share, rounded in pairs if rounded]
             raise ValueError(
                 f"{name} is one matrix for --format trtllm, and the source quantized only "
-                f"{', '.join(names)} of it, by {', '.join(sorted(ways))}. {INSTEAD}"
+                f"{', '.join(names)} of it, by {', '.join(sorted(algos))}. {INSTEAD}"
             )
-        self.noted.read.update(one.stem + _WEIGHT for one in shares)
-        return _WRITERS[ways.pop()](self, name, shares)
+        self.noted.read.update(share.stem + _WEIGHT for share in shares)
+        return _WRITERS[algos.pop()](self, name, shares)
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
-        """List the one scale of keys and values: the larger of the two."""
+        """List the common scale of keys and values: the larger of the two."""
         if not self.widened.plan.kv_cache:
             return []
         names = [
@@ -97,15 +98,15 @@ class QuantizedLinears:
         return [_number_item(f"{name}.kv_cache_scaling_factor", top)]
 
     def is_rounded(self, stem: str) -> bool:
-        """Whether a logical matrix is one of codes."""
+        """Whether a logical matrix is quantized."""
         return self.widened.is_quantized(self.modules[stem] + _WEIGHT)
 
     def layout(self, stem: str) -> QuantLayout:
-        """Return how a logical matrix is stored where it is one of codes."""
+        """Return the layout of a quantized logical matrix."""
         return self.widened.plan.of(self.modules[stem])
 
     def number(self, stem: str, kind: str) -> float:
-        """Read a scale that is one number."""
+        """Read a scalar scale."""
         return self._number(f"{self.modules[stem]}.{kind}")
 
     def _number(self, name: str) -> float:
@@ -118,33 +119,33 @@ class QuantizedLinears:
         shares: Sequence[MatrixSlice],
         factors: Sequence[float] = (),
     ) -> Item:
-        """List the codes; two outputs share a byte where the layout packs them."""
+        """List the codes; a packed layout has two outputs in a byte."""
         tall = 2 if self.layout(shares[0].stem).code == "int4" else 1
-        for one in shares:
-            if one.rows[0] % tall or one.rows[1] % tall:
+        for share in shares:
+            if share.rows[0] % tall or share.rows[1] % tall:
                 raise ValueError(
                     f"{name}: two outputs share a byte, and the ranks cut between them (rows "
-                    f"{one.rows}): use a smaller --tensor-parallel-size."
+                    f"{share.rows}): use a smaller --tensor-parallel-size."
                 )
         parts = [
             TensorRange(
-                self.modules[one.stem] + _WEIGHT,
-                (one.rows[0] // tall, one.rows[1] // tall),
-                one.columns,
+                self.modules[share.stem] + _WEIGHT,
+                (share.rows[0] // tall, share.rows[1] // tall),
+                share.columns,
                 factor=factor,
             )
-            for one, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
+            for share, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
         ]
         shape = (num_outputs(shares) // tall, num_inputs(shares[0], self.plain.rows))
         return build_item(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
 
     def output_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List one scale an output."""
+        """List a scale for each output."""
         parts = [TensorRange(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
         return build_item(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
     def group_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List one scale an output and group of inputs."""
+        """List a scale for each output and group of inputs."""
         size = self.layout(shares[0].stem).group[1]
         inputs = self.plain.rows.entries[shares[0].stem + _WEIGHT].shape[1]
         first, last = shares[0].columns or (0, inputs)
@@ -156,22 +157,23 @@ class QuantizedLinears:
             )
         groups = (first // size, last // size)
         parts = [
-            TensorRange(f"{self.modules[one.stem]}.{WEIGHT_SCALE}", one.rows, groups)
-            for one in shares
+            TensorRange(f"{self.modules[share.stem]}.{WEIGHT_SCALE}", share.rows, groups)
+            for share in shares
         ]
         shape = (num_outputs(shares), groups[1] - groups[0])
         return build_item(name, "F32", shape, parts, self.widened.stored)
 
     def input_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List what multiplies each input first; ones where it is folded into a norm."""
+        """List the factor on each input; ones if it is folded into a norm."""
         stored = self.widened.stored
-        names = [f"{self.modules[one.stem]}.{PRE_QUANT_SCALE}" for one in shares]
+        names = [f"{self.modules[share.stem]}.{PRE_QUANT_SCALE}" for share in shares]
         width = num_inputs(shares[0], self.plain.rows)
-        if not any(one in stored.entries for one in names):
+        if not any(scale in stored.entries for scale in names):
             return Item(name, "F32", (width,), partial(_ones, width))
         inputs = stored.entries[names[0]].shape[0] if names[0] in stored.entries else 0
-        held = [stored.rows(n, 0, inputs) for n in names if n in stored.entries]
-        if len(held) < len(names) or any(not torch.equal(held[0], one) for one in held):
+        scales = [stored.rows(n, 0, inputs) for n in names if n in stored.entries]
+        are_equal = all(torch.equal(scales[0], scale) for scale in scales)
+        if len(scales) < len(names) or not are_equal:
             raise ValueError(
                 f"{name}: {', '.join(names)} must be equal for --format trtllm, which fuses "
                 f"them into one matrix. {INSTEAD}"
@@ -183,11 +185,15 @@ class QuantizedLinears:
 def find_linears(
     plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
 ) -> QuantizedLinears:
-    """Look at a quantized source as the linears of a checkpoint."""
+    """Return the linears of a quantized source.
+
+    Raises:
+        ValueError: if the format has no layout for one of its algorithms.
+    """
     plan = widened.plan
     known = _WRITERS if plan.layers else (*_WRITERS, "W8A16")
-    found = {layout.algo for layout in plan.layers.values() or (plan.layout,)}
-    if unknown := sorted(found.difference(known)):
+    algos = {layout.algo for layout in plan.layers.values() or (plan.layout,)}
+    if unknown := sorted(algos.difference(known)):
         raise ValueError(
             f"--format trtllm has no layout for {', '.join(unknown)}: it writes W8A16 and "
             f"{', '.join(_WRITERS)}. {INSTEAD}"
@@ -204,13 +210,13 @@ def find_linears(
 def describe_quantization(
     linears: QuantizedLinears, grid: RankGrid, sizes: RankSizes
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Build the entry ``quantization`` of config.json, and the layers of quant_cfg.json.
+    """Return the entry ``quantization`` of config.json, and the layers of quant_cfg.json.
 
-    The latter are those of a source whose matrices differ; else there is none.
+    The latter are empty if all matrices have the same layout.
 
     Raises:
-        ValueError: if experts are quantized, for which the format has no layout here, or stages
-            differ in what is not: names count layers from 0 on each.
+        ValueError: if experts are quantized, or stages differ in the layers that are not
+            quantized: names count layers from 0 on each stage.
     """
     plan, stage = linears.widened.plan, sizes.num_layers // grid.pp
     stages: list[dict[str, Any]] = [{} for _ in range(grid.pp)]
@@ -227,23 +233,22 @@ def describe_quantization(
             )
         elif ".experts." in inside and linears.is_rounded(stem) and plan.layout.algo != "W8A16":
             raise ValueError(f"--format trtllm has no quantized experts here. {INSTEAD}")
-    if any(one != stages[0] for one in stages):
+    if any(stage_layouts != stages[0] for stage_layouts in stages):
         raise ValueError(
             "--format trtllm names layers from 0 on each stage, and the source quantizes them "
-            f"otherwise on some of --pipeline-parallel-size {grid.pp} stages than on the "
-            "others: use 1."
+            f"differently on some of --pipeline-parallel-size {grid.pp} stages: use 1."
         )
-    excluded = sorted(name for name, said in stages[0].items() if said is None)
+    excluded = sorted(name for name, layout in stages[0].items() if layout is None)
     entry = {**PLAIN, "exclude_modules": [*_ALWAYS, *excluded]}
     entry["kv_cache_quant_algo"] = "FP8" if plan.kv_cache else None
     if not plan.layers:
         return entry | _layout_fields(plan.layout), {}
     entry["quant_algo"] = plan.algo
-    return entry, {name: said for name, said in stages[0].items() if said}
+    return entry, {name: layout for name, layout in stages[0].items() if layout}
 
 
 def _layout_fields(layout: QuantLayout) -> dict[str, Any]:
-    """Return the fields of a layout; groups of four bits are AWQ's, with scales of one."""
+    """Return the fields of a layout; GPTQ is stored as AWQ with input factors of one."""
     is_int4 = layout.code == "int4"
     return {
         "quant_algo": "W4A16_AWQ" if is_int4 else layout.algo,
@@ -254,9 +259,9 @@ def _layout_fields(layout: QuantLayout) -> dict[str, Any]:
 
 
 def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
-    scales = [linears.number(one.stem, WEIGHT_SCALE) for one in shares]
+    scales = [linears.number(share.stem, WEIGHT_SCALE) for share in shares]
     top = max(scales)
-    inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
+    inputs = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
     return [
         linears.codes(name, "F8_E4M3", shares, [scale / top for scale in scales]),
         _number_item(f"{name}.weights_scaling_factor", top),
@@ -286,7 +291,7 @@ def _int4_groups(
 def _smooth_int8(
     linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]
 ) -> list[Item]:
-    inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
+    inputs = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
     return [
         linears.codes(name, "I8", shares),
         linears.output_scales(f"{name}.weights_scaling_factor", shares),

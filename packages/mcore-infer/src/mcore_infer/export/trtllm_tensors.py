@@ -1,8 +1,8 @@
-"""Which tensors a rank of a TensorRT-LLM checkpoint holds, and what they are made of.
+"""The tensors of each rank of a TensorRT-LLM checkpoint, as ranges of logical tensors.
 
-Names and commands are the engine's: queries, keys and values of a rank in one matrix, in this
-order; of a gated layer ``fc`` is the activated half and ``gate`` the other; experts hold the
-other half first. Layers count from 0 on each stage. A router stays whole and in float32.
+Names and orders are the engine's: queries, keys and values of a rank form one matrix, in this
+order; in a gated layer ``fc`` is the activated half and ``gate`` the other; experts store the
+other half first. Layers count from 0 on each stage. A router is not split and is in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import TensorRange, build_item, shard, whole
+from mcore_infer.export.parts import TensorRange, build_item, full_range, shard
 from mcore_infer.export.trtllm_model import RankGrid, RankSizes
 
 _NORMS = {
@@ -31,7 +31,7 @@ _ROUTER_DTYPE = "F32"
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """What a rank has of one logical matrix."""
+    """A rank's slice of one logical matrix."""
 
     stem: str
     """Logical name without ``.weight``."""
@@ -43,10 +43,10 @@ class MatrixSlice:
 
 @runtime_checkable
 class Linears(Protocol):
-    """How the matrices of a checkpoint are stored: plain, or quantized with their scales."""
+    """Lists the stored tensors of matrices: plain, or quantized with scales."""
 
     def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
-        """List the tensors of a linear ``name`` whose outputs are those of the shares."""
+        """List the tensors of a linear ``name``, whose outputs are those of the shares."""
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
         """List the scales of the key/value cache of an attention layer ``name``."""
@@ -54,21 +54,21 @@ class Linears(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinears:
-    """Matrices in the checkpoint's own dtype."""
+    """Matrices in the dtype of the checkpoint."""
 
     rows: Rows
     """Reads logical tensors."""
     dtype: str
-    """Safetensors' name to write."""
+    """Safetensors' name of the written dtype."""
 
     def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
-        """List the one tensor ``name.weight``."""
-        parts = [TensorRange(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
+        """List the tensor ``name.weight``."""
+        parts = [TensorRange(f"{s.stem}.weight", s.rows, s.columns) for s in shares]
         shape = (num_outputs(shares), num_inputs(shares[0], self.rows))
         return [build_item(f"{name}.weight", self.dtype, shape, parts, self.rows)]
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
-        """List none: a plain model keeps its keys and values as they are."""
+        """Return an empty list: plain models have no scales of the cache."""
         del name, stem
         return []
 
@@ -78,11 +78,11 @@ class Rank:
     """One file of a checkpoint, while its tensors are listed."""
 
     sizes: RankSizes
-    """Of the whole model."""
+    """Sizes of the model."""
     grid: RankGrid
     """All ranks."""
     number: int
-    """This one: its stage times the tensor ranks, plus its tensor rank."""
+    """Number of this rank: stage times tensor ranks, plus tensor rank."""
     rows: Rows
     """Reads logical tensors."""
     dtype: str
@@ -96,10 +96,10 @@ class Rank:
         """List the tensors of this rank's file."""
         stage, last = self.number // self.grid.tp, self.grid.pp - 1
         layers = shard(self.sizes.num_layers, stage, self.grid.pp)
-        found = list(self._embedding()) if stage == 0 else []
+        items = list(self._embedding()) if stage == 0 else []
         for local, layer in enumerate(range(*layers)):
-            found += self._layer(f"transformer.layers.{local}", f"blocks.{layer}")
-        return found + (list(self._head()) if stage == last else [])
+            items += self._layer(f"transformer.layers.{local}", f"blocks.{layer}")
+        return items + (list(self._head()) if stage == last else [])
 
     @property
     def _tp_rank(self) -> int:
@@ -135,9 +135,9 @@ class Rank:
 
     def _layer(self, theirs: str, ours: str) -> Iterator[Item]:
         sandwich = f"{ours}.mlp_post_norm.weight" in self.rows.entries
-        for mine, there in (_SANDWICH if sandwich else _NORMS).items():
-            if f"{ours}.{mine}.weight" in self.rows.entries:
-                yield from self._norm(f"{theirs}.{there}", f"{ours}.{mine}")
+        for name, their_name in (_SANDWICH if sandwich else _NORMS).items():
+            if f"{ours}.{name}.weight" in self.rows.entries:
+                yield from self._norm(f"{theirs}.{their_name}", f"{ours}.{name}")
         yield from self._attention(f"{theirs}.attention", f"{ours}.attention")
         if self.sizes.num_experts:
             yield from self._experts(f"{theirs}.mlp", f"{ours}.moe")
@@ -149,7 +149,7 @@ class Rank:
         queries = self._mine(sizes.num_heads * sizes.head_dim)
         if sizes.num_kv_heads >= tp:
             keys = self._mine(sizes.num_kv_heads * sizes.head_dim)
-        else:  # several ranks hold the same head
+        else:  # several ranks have the same head
             head = self._tp_rank * sizes.num_kv_heads // tp
             keys = (head * sizes.head_dim, (head + 1) * sizes.head_dim)
         shares = [
@@ -163,9 +163,9 @@ class Rank:
     def _mlp(self, theirs: str, ours: str) -> Iterator[Item]:
         width = self._mine(self.sizes.ffn_size)
         halves = {"fc": "fc1.gate", "gate": "fc1.up"} if self.sizes.is_gated else {"fc": "fc1"}
-        for there, mine in halves.items():
+        for their_name, name in halves.items():
             yield from self._by_outputs(
-                f"{theirs}.{there}", [MatrixSlice(f"{ours}.{mine}", width)]
+                f"{theirs}.{their_name}", [MatrixSlice(f"{ours}.{name}", width)]
             )
         yield from self._by_inputs(f"{theirs}.proj", f"{ours}.fc2", width)
 
@@ -180,7 +180,7 @@ class Rank:
             second.append(TensorRange(f"{stem}.fc2.weight", (0, sizes.hidden_size), width))
         share, experts = width[1] - width[0], sizes.num_experts
         shape = (experts, sizes.hidden_size)
-        router = [whole(self.rows, f"{ours}.router.weight")]
+        router = [full_range(self.rows, f"{ours}.router.weight")]
         yield build_item(f"{theirs}.router.weight", _ROUTER_DTYPE, shape, router, self.rows)
         shape = (experts, 2 * share, sizes.hidden_size)
         yield build_item(f"{theirs}.fc.weight", self.dtype, shape, first, self.rows)
@@ -193,15 +193,15 @@ class Rank:
             yield self._copy(f"{theirs}.bias", f"{ours}.bias")
 
     def _by_outputs(self, theirs: str, shares: Sequence[MatrixSlice]) -> Iterator[Item]:
-        """List a linear whose outputs are split, and its bias, split alike."""
+        """List a linear whose outputs are split, and its bias, which is split too."""
         yield from self.linears.items(theirs, shares)
         if f"{shares[0].stem}.bias" in self.rows.entries:
-            parts = [TensorRange(f"{one.stem}.bias", one.rows) for one in shares]
+            parts = [TensorRange(f"{share.stem}.bias", share.rows) for share in shares]
             shape = (num_outputs(shares),)
             yield build_item(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
 
     def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
-        """List a linear whose inputs are split; its bias is whole, the engine adds it once."""
+        """List a linear whose inputs are split; its bias is not, the engine adds it once."""
         yield from self.linears.items(
             theirs, [MatrixSlice(ours, (0, self.sizes.hidden_size), columns)]
         )
@@ -210,12 +210,14 @@ class Rank:
 
     def _copy(self, theirs: str, ours: str, shift: float = 0.0) -> Item:
         shape = self.rows.entries[ours].shape
-        return build_item(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
+        return build_item(
+            theirs, self.dtype, shape, [full_range(self.rows, ours, shift)], self.rows
+        )
 
 
 def num_outputs(shares: Sequence[MatrixSlice]) -> int:
-    """Count the outputs of shares that follow each other."""
-    return sum(one.rows[1] - one.rows[0] for one in shares)
+    """Count the outputs of all shares."""
+    return sum(share.rows[1] - share.rows[0] for share in shares)
 
 
 def num_inputs(share: MatrixSlice, rows: Rows) -> int:

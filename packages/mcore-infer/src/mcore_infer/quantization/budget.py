@@ -36,7 +36,13 @@ def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int
     candidates, bits = _choices(group_size)
     sizes = [matrix.weight.numel() for matrix in matrices]
     errors = [
-        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in candidates), 0.0]
+        [
+            *(
+                math.inf if _problem(matrix, candidate.layout) else 0.0
+                for candidate in candidates
+            ),
+            0.0,
+        ]
         for matrix in matrices
     ]
     allocate(errors, sizes, bits, budget)
@@ -61,13 +67,16 @@ def choose_candidates(
     """
     candidates, bits = _choices(group_size)
     errors = [
-        [*(_error(matrix, way.layout, seen[matrix.path]) for way in candidates), 0.0]
+        [
+            *(_error(matrix, candidate.layout, seen[matrix.path]) for candidate in candidates),
+            0.0,
+        ]
         for matrix in matrices
     ]
     sizes = [matrix.weight.numel() for matrix in matrices]
     chosen = allocate(errors, sizes, bits, budget)
     pairs = zip(matrices, chosen, strict=True)
-    return {matrix.path: candidates[one] for matrix, one in pairs if one < len(candidates)}
+    return {matrix.path: candidates[i] for matrix, i in pairs if i < len(candidates)}
 
 
 def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
@@ -111,28 +120,32 @@ def allocate(
     Args:
         errors: of each matrix under each option; infinite: not possible.
         sizes: number of weights of each matrix.
-        bits: of a weight under each option, ascending.
-        budget: bits of a number on average.
+        bits: bits of a weight under each option, ascending.
+        budget: bits of a weight on average.
     """
     chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]
     left = budget * sum(sizes)
-    left -= sum(size * bits[one] for size, one in zip(sizes, chosen, strict=True))
+    left -= sum(size * bits[i] for size, i in zip(sizes, chosen, strict=True))
     if left < 0:
         least = budget - left / sum(sizes)
         raise ValueError(
-            f"--budget {budget:g} is below the {least:.3g} bits that are least here."
+            f"--budget {budget:g} is below {least:.3g}, the fewest bits for this model."
         )
     while True:
         best, gain = -1, 0.0
         for number, (row, size) in enumerate(zip(errors, sizes, strict=True)):
-            one = chosen[number]
-            if one + 1 == len(bits) or (cost := size * (bits[one + 1] - bits[one])) > left:
+            option = chosen[number]
+            if option + 1 == len(bits):
                 continue
-            own = (row[one] ** 2 - row[one + 1] ** 2) / cost
-            if own > gain:
-                best, gain = number, own
+            cost = size * (bits[option + 1] - bits[option])
+            if cost > left:
+                continue
+            # Squared error removed per bit of memory.
+            benefit = (row[option] ** 2 - row[option + 1] ** 2) / cost
+            if benefit > gain:
+                best, gain = number, benefit
         if best < 0:
             return chosen
-        one = chosen[best]
-        left -= sizes[best] * (bits[one + 1] - bits[one])
+        option = chosen[best]
+        left -= sizes[best] * (bits[option + 1] - bits[option])
         chosen[best] += 1

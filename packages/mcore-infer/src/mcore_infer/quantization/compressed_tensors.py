@@ -1,7 +1,7 @@
-"""Quantized folders in the form of compressed-tensors, which vLLM and transformers load.
+"""Writes quantized folders of compressed-tensors, which vLLM and transformers load.
 
-``mcore_ckpt.formats.compressed_forms`` has the forms. They have no place for scales of inputs,
-which go into the layer before (``folding``).
+``mcore_ckpt.formats.compressed_forms`` describes the formats. They store no scales of inputs;
+``folded_scales`` multiplies them into the previous layer.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -42,10 +42,10 @@ _VERSION = "0.13.0"
 def _form_of(layout: QuantLayout) -> CompressedForm:
     form = form_of(layout)
     if form is None:
-        known = ", ".join(one.algo for one in LAYOUTS.values() if form_of(one))
+        known = ", ".join(known.algo for known in LAYOUTS.values() if form_of(known))
         raise ValueError(
-            f"--format compressed-tensors has no form of {layout.algo}, only of {known}. Use "
-            "--format hf-quant."
+            f"--format compressed-tensors has no format for {layout.algo}, only for {known}. "
+            "Use --format hf-quant."
         )
     return form
 
@@ -62,14 +62,14 @@ def write_compressed_tensors(
         watch: called once with all tensors.
 
     Raises:
-        ValueError: if the source is not quantized, its layout has no form there, or its inputs
-            want scales that cannot be folded.
+        ValueError: if the source is not quantized, compressed-tensors has no format for its
+            layout, or scales of its inputs cannot be folded.
     """
     widened = quantized(source, "compressed-tensors")
     if widened.plan.layers:
         raise ValueError(
-            "--format compressed-tensors stores all modules in one way here, and this folder "
-            f"is {widened.plan.algo}. Use --format hf-quant."
+            "--format compressed-tensors has one layout for all modules, and this folder is "
+            f"{widened.plan.algo}. Use --format hf-quant."
         )
     form = _form_of(widened.plan.layout)
     shift = float(source.description["config"].get("apply_layernorm_1p", False))
@@ -128,8 +128,8 @@ def _module_items(
         if form.format == "mxfp4-pack-quantized":
             return items
         for ours, theirs in ((WEIGHT_SCALE_2, "weight"), (INPUT_SCALE, "input")):
-            there = f"{module}.{theirs}_global_scale"
-            items.append(_scale(there, stored, f"{module}.{ours}", (1,), inverse=True))
+            name = f"{module}.{theirs}_global_scale"
+            items.append(_scale(name, stored, f"{module}.{ours}", (1,), inverse=True))
         return items
     scales = {
         "tensor": (1,),
@@ -161,7 +161,7 @@ def _copy(name: str, stored: Rows, new: str = "") -> Item:
 def _scale(
     name: str, stored: Rows, old: str, shape: tuple[int, ...], *, inverse: bool = False
 ) -> Item:
-    """List a scale in another shape of as many numbers, float32."""
+    """List a scale, reshaped and in float32."""
     return Item(name, "F32", shape, partial(_reshaped, stored, old, inverse))
 
 
@@ -176,22 +176,22 @@ def _shape(shape: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterator[Tensor]:
-    """Pack codes along the inputs, the first in the low bits, as unsigned numbers."""
+    """Pack codes along the inputs as unsigned numbers, the first in the lowest bits."""
     tall = 2 if code == "int4" else 1
     bits = 4 if code == "int4" else 8
     per_word, offset = 32 // bits, 1 << (bits - 1)
     for begin, stop in row_groups((shape[0] // tall, tall * shape[1])):
         codes = unpack(stored.rows(name, begin, stop), code).to(torch.int64) + offset
         codes = torch.nn.functional.pad(codes, (0, -shape[1] % per_word))
-        places = bits * torch.arange(per_word)
-        words = (codes.unflatten(1, (-1, per_word)) << places).sum(-1)
+        shifts = bits * torch.arange(per_word)
+        words = (codes.unflatten(1, (-1, per_word)) << shifts).sum(-1)
         yield words.to(torch.uint32).view(torch.int32)
 
 
 class _FoldedTensors:
-    """A folder's tensors, some with a factor for each row, which are float32 then.
+    """A folder's tensors; some are multiplied by a factor for each row, in float32.
 
-    Gains may be stored less one.
+    ``shift`` is what gains of norms are stored without.
     """
 
     def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
@@ -202,14 +202,14 @@ class _FoldedTensors:
         }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows, times their factors."""
-        held = self._under.rows(name, begin, stop)
+        """Read rows and multiply them by their factors."""
+        values = self._under.rows(name, begin, stop)
         if name not in self._factors:
-            return held
+            return values
         factor = self._factors[name][begin:stop]
         if name.endswith(".weight"):
-            return (held.float() + self._shift) * factor - self._shift
-        return held.float() * factor.view(-1, *[1] * (held.dim() - 1))
+            return (values.float() + self._shift) * factor - self._shift
+        return values.float() * factor.view(-1, *[1] * (values.dim() - 1))
 
 
 _AFTER_NORM = {
@@ -224,16 +224,16 @@ _AFTER_NORM = {
 def folded_scales(
     widened: WidenedRows, description: Mapping[str, Any]
 ) -> dict[str, Float[Tensor, " F"]]:
-    """Find what multiplies the rows of which tensors, so that no input needs a scale.
+    """Return the factors on rows of tensors that replace the scales of inputs.
 
     Returns:
-        By name of a gain, of a ``weight_scale``, or of the bias beside it: a factor for each
-        of its rows.
+        A factor for each row, by name of a gain, of a ``weight_scale``, or of the module's
+        bias.
 
     Raises:
-        ValueError: if a scale cannot go into the layer before.
+        ValueError: if a scale cannot be folded into the previous layer.
     """
-    found: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
     for name, entry in widened.stored.entries.items():
         module, _, kind = name.rpartition(".")
         if kind != PRE_QUANT_SCALE:
@@ -246,25 +246,26 @@ def folded_scales(
         if why:
             raise _refusal(name, why)
         factor = _factor(module, target, scale, description)
-        if target in found and not torch.equal(found[target], factor):
-            raise _refusal(name, "what reads the same norm has another")
-        found[target] = factor
+        if target in factors and not torch.equal(factors[target], factor):
+            raise _refusal(name, "another reader of the same norm has a different scale")
+        factors[target] = factor
         bias = f"{target.rpartition('.')[0]}.bias"
         if bias in widened.stored.entries:
-            found[bias] = factor
-    return found
+            factors[bias] = factor
+    return factors
 
 
 def layer_before(
     module: str, names: Container[str], description: Mapping[str, Any], *, kv_cache: bool
 ) -> tuple[str, str]:
-    """Return the tensor whose rows take the scale of a module's inputs, or why none does.
+    """Return the tensor whose rows can take the scale of a module's inputs, or why none can.
 
     Args:
-        module: of a Hugging Face folder.
-        names: of the folder's tensors, scales of quantized modules too.
+        module: module of a Hugging Face folder.
+        names: the folder's tensors, including scales of quantized modules.
         description: of the model.
-        kv_cache: whether there are scales of a cache, which the scale of values would change.
+        kv_cache: whether the folder has scales of a cache; a factor on values would change
+            them.
 
     Returns:
         Name of a gain or of a ``weight_scale``, and an empty text; or an empty name and the
@@ -288,14 +289,14 @@ def layer_before(
     elif inside == "o_proj" and not kv_cache:
         target = f"{layer}.self_attn.v_proj.{WEIGHT_SCALE}"
     else:
-        return "", "no layer before it can take it"
-    return (target, "") if target in names else ("", "the layer before is not quantized")
+        return "", "no previous layer can take it"
+    return (target, "") if target in names else ("", "the previous layer is not quantized")
 
 
 def _factor(
     module: str, target: str, scale: Tensor, description: Mapping[str, Any]
 ) -> Float[Tensor, " F"]:
-    """Return what multiplies the rows of a target, of the scale of a module's inputs."""
+    """Return the factor on the rows of a target, from the scale of a module's inputs."""
     if not target.endswith(f"v_proj.{WEIGHT_SCALE}"):
         return scale
     config = settings(description)
@@ -307,7 +308,7 @@ def _factor(
 
 def _refusal(name: str, why: str) -> ValueError:
     return ValueError(
-        f"{name} multiplies inputs, which --format compressed-tensors has no place for, and "
-        f"cannot go into the layer before: {why}. Use --format hf-quant, or quantize by "
-        "another --method."
+        f"{name} multiplies inputs, which --format compressed-tensors does not store, and it "
+        f"cannot be folded into the previous layer: {why}. Use --format hf-quant, or quantize "
+        "with another --method."
     )

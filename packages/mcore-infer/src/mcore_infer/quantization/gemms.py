@@ -1,6 +1,6 @@
 """GEMMs of linears with quantized weights.
 
-``QuantizedGemm`` holds a weight as packed codes and multiplies on a GPU: few rows by a kernel
+``QuantizedGemm`` keeps a weight as packed codes and multiplies on a GPU: few rows by a kernel
 that reads the codes, many rows by fp8 or int8 tensor cores if the method rounds inputs, else
 with a temporarily decoded weight. ``RoundedInputs`` is the reference on any device: a decoded
 weight of the same values, with inputs rounded by the method.
@@ -28,11 +28,12 @@ from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 _MOST_FEW = 64
 """Most rows for the kernel that reads codes, if the method does not round inputs."""
 _MOST_UNROUNDED = {("e4m3", True): 16, ("e4m3", False): 32, ("int8", True): 64}
-"""The same if the method rounds inputs, by input format and whether inputs have one calibrated
-scale: about where tensor cores win on an H100. These counts alone decide whether inputs are
-rounded, never a measured time, so that a model's results do not vary. Powers of two, like the
-sizes of recorded steps."""
+"""Most rows for that kernel if the method rounds inputs, by input format and whether inputs
+have one calibrated scale: about where tensor cores win on an H100. Only these counts decide
+whether inputs are rounded, never a measured time, so a model's results do not vary. Powers of
+two, like the sizes of recorded steps."""
 _MULTIPLE = 16
+"""Sizes of tensor core GEMMs are multiples of it."""
 
 
 _RUNS = 5
@@ -95,7 +96,7 @@ class _Forward(ABC):
     """Base of GEMMs without gradients."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
-        """Return this GEMM, which belongs to one linear."""
+        """Return this GEMM: it belongs to one linear."""
         return self
 
     @abstractmethod
@@ -128,7 +129,9 @@ class _Forward(ABC):
 
 
 def _refuse() -> NoReturn:
-    raise RuntimeError("a quantized model has no gradients: train the one it was made of.")
+    raise RuntimeError(
+        "a quantized model has no gradients: train the model that it was made from."
+    )
 
 
 @dataclass(frozen=True)
@@ -208,15 +211,15 @@ class QuantizedGemm(_Forward):
     """Multiplies with a packed weight on a GPU."""
 
     layout: QuantLayout
-    """How it is packed."""
+    """Layout of codes and scales."""
     packed: Shaped[Tensor, "_ _"]
-    """Its codes."""
+    """Codes of the weight."""
     scales: Float[Tensor, "f d"]
     """Float32, one for each group."""
     group: tuple[int, int]
     """Outputs and inputs that share a scale; 0: all."""
     rounding: InputRounding
-    """Of inputs."""
+    """Rounding of inputs."""
     choices: TileChoices = field(default_factory=TileChoices, compare=False)
     """Measured choices for few rows, shared by the linears of a model."""
 
@@ -232,7 +235,7 @@ class QuantizedGemm(_Forward):
         return y if bias is None else y + bias, ()
 
     def keeps_digits(self, num_rows: int) -> bool:
-        """Whether so many rows use the kernel that reads codes, which does not round inputs."""
+        """Whether this number of rows uses the kernel that reads codes and rounds no inputs."""
         kind = (self.rounding.code, self.rounding.input_scale is not None)
         return num_rows <= _MOST_UNROUNDED.get(kind, _MOST_FEW)
 
@@ -246,7 +249,7 @@ class QuantizedGemm(_Forward):
         return (codes * spread_scales(self.scales, self.group, codes.shape)).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        """Multiply rows that are not rounded, by the fastest of the candidates to do that."""
+        """Multiply rows without rounding them, by the fastest candidate."""
         from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
         code, group = self.layout.code, self.group
@@ -285,17 +288,17 @@ class QuantizedGemm(_Forward):
         # torch's int8 GEMM takes more than 16 rows.
         least = 0 if code == "e4m3" else 32
         missing = max(least - x.shape[0], -x.shape[0] % _MULTIPLE)
-        padded = F.pad(x, (0, 0, 0, missing)) if missing else x  # else it would be copied
-        own, scale = rounded_rows(padded, code, self.rounding.input_scale)
+        padded = F.pad(x, (0, 0, 0, missing)) if missing else x  # F.pad by 0 would copy
+        codes, scale = rounded_rows(padded, code, self.rounding.input_scale)
         columns = self._column_scales
         if code == "int8":
-            total = torch._int_mm(own, self.packed.t())[: x.shape[0]]
+            total = torch._int_mm(codes, self.packed.t())[: x.shape[0]]
             return (total * (scale[: x.shape[0], None] * columns)).to(x.dtype)
         recipe, rows, outputs = Rowwise(), scale[:, None], columns.t()
         if not self.group[0] and self.rounding.input_scale is not None:
             recipe, rows, outputs = Tensorwise(), scale[:1], self.scales.view(1)
-        given, weight = Factor(own, rows), Factor(self.packed, outputs)
-        return recipe.multiply(given, weight, x.dtype, fast_accum=True)[: x.shape[0]]
+        inputs, weight = Factor(codes, rows), Factor(self.packed, outputs)
+        return recipe.multiply(inputs, weight, x.dtype, fast_accum=True)[: x.shape[0]]
 
     @cached_property
     def _column_scales(self) -> Float[Tensor, "1 F"]:
@@ -325,19 +328,19 @@ def _try_kernels(
     if code in ("e4m3", "int8"):
         x = wave(33, 768, device=device, dtype=dtype)
         for known in (None, torch.tensor(0.01, device=device)):
-            codes, own = rounded_rows(x, code, known)
-            yield codes.float() * own[:, None], InputRounding(code, known).rounded(x)
+            codes, row_scales = rounded_rows(x, code, known)
+            yield codes.float() * row_scales[:, None], InputRounding(code, known).rounded(x)
 
 
 def _try_codes(
     device: torch.device, dtype: torch.dtype, code: Code, tall: int, is_known: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Multiply codes with codes, and what they stand for in torch."""
+    """Multiply codes with codes, and their decoded values in torch."""
     from mcore_infer.engine.kernels.skinny_gemm import in_codes
 
     weight = wave(160, 768, device=device, dtype=torch.float32)
     packed, scales, wide = in_codes(weight, code, (tall, 0))
-    layout = next(one for one in LAYOUTS.values() if one.code == code)
+    layout = next(layout for layout in LAYOUTS.values() if layout.code == code)
     rounding = InputRounding(code, torch.tensor(0.01, device=device) if is_known else None)
     gemm = QuantizedGemm(layout, packed, scales, (tall, 0), rounding)
     for num_rows in (33, 64):

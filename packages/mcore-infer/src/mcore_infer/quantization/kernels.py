@@ -1,6 +1,6 @@
 """Triton kernels that decode quantized weights and round inputs.
 
-``widened`` decodes a whole weight for GEMMs of many rows. ``rounded_rows`` rounds inputs to
+``widened`` decodes a weight for GEMMs of many rows. ``rounded_rows`` rounds inputs to
 codes for fp8 and int8 tensor cores, by each row's largest magnitude or by a calibrated scale.
 Imported only if tensors are on a GPU.
 """

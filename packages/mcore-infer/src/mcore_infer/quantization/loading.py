@@ -71,12 +71,12 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
     Returns:
         By path; weights whose shard borders cut groups are left out.
     """
-    found = {}
+    scales_of = {}
     for path, linear in linears(model).items():
         parts = logical_parts(path, linear)
         if all(folder.is_quantized(part.name) for part in parts):
-            is_one = len({folder.layout(part.name) for part in parts}) == 1
-            scales = _of_rank(parts, folder) if is_one else None
+            has_one_layout = len({folder.layout(part.name) for part in parts}) == 1
+            scales = _rank_scales(parts, folder) if has_one_layout else None
             if scales is None:
                 log.warning(
                     "%s is decoded, not multiplied by its codes: shard borders cut its groups, "
@@ -84,46 +84,48 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
                     path,
                 )
             else:
-                found[path] = scales
-    return found
+                scales_of[path] = scales
+    return scales_of
 
 
-def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
-    layout, found = folder.layout(parts[0].name), []
+def _rank_scales(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
+    layout, slices = folder.layout(parts[0].name), []
     tall, wide = layout.group
     for part in parts:
         (row, column), (rows, columns) = part.offsets, part.logical_lengths
         is_last = column + columns == part.shape[1]
         if wide and (column % wide or (columns % wide and not is_last)):
             return None
-        one = folder.part(part.name, row, row + rows)
-        scales, pre = one.scales, one.pre_quant_scale
+        matrix = folder.part(part.name, row, row + rows)
+        scales, pre = matrix.scales, matrix.pre_quant_scale
         if wide:
             scales = scales[:, column // wide : -(-(column + columns) // wide)]
         pre = None if pre is None else pre[column : column + columns]
         if pre is not None and bool((pre == 1).all()):
             pre = None  # folded into the previous layer
-        found.append(replace(one, scales=scales, pre_quant_scale=pre))
+        slices.append(replace(matrix, scales=scales, pre_quant_scale=pre))
     if layout.problem((sum(p.logical_lengths[0] for p in parts), parts[0].logical_lengths[1])):
         return None
-    every = [one.scales for one in found]
-    if not tall and all(torch.equal(one, every[0]) for one in every):
-        scales = every[0]
+    part_scales = [matrix.scales for matrix in slices]
+    if not tall and all(torch.equal(scales, part_scales[0]) for scales in part_scales):
+        scales = part_scales[0]
     elif (
         tall > 1
         and not any(p.offsets[0] % tall for p in parts)
         and not any(p.logical_lengths[0] % tall for p in parts[:-1])
     ):
-        scales = torch.cat(every)
+        scales = torch.cat(part_scales)
     else:
         # Parts with different scales, or groups across part borders: one scale for each row.
         spread = []
-        for one, part in zip(every, parts, strict=True):
+        for scales, part in zip(part_scales, parts, strict=True):
             (row, _), (rows, _) = part.offsets, part.logical_lengths
-            high = one.repeat_interleave(tall, 0)[row % tall :] if tall else one
-            spread.append(high[:rows] if tall else high.expand(rows, -1))
+            if tall:  # the part may begin inside a group
+                spread.append(scales.repeat_interleave(tall, 0)[row % tall :][:rows])
+            else:
+                spread.append(scales.expand(rows, -1))
         scales, tall = torch.cat(spread), 1
-    return RankScales(layout, scales.contiguous(), (tall, wide), _rounding(found))
+    return RankScales(layout, scales.contiguous(), (tall, wide), _rounding(slices))
 
 
 def _rounding(parts: list[MatrixPart]) -> InputRounding:
@@ -133,16 +135,16 @@ def _rounding(parts: list[MatrixPart]) -> InputRounding:
     largest code.
     """
     first = parts[0]
-    for one in parts[1:]:
-        mine, other = first.pre_quant_scale, one.pre_quant_scale
-        if (mine is None) != (other is None) or (
-            mine is not None and other is not None and not torch.equal(mine, other)
+    for part in parts[1:]:
+        scale, other = first.pre_quant_scale, part.pre_quant_scale
+        if (scale is None) != (other is None) or (
+            scale is not None and other is not None and not torch.equal(scale, other)
         ):
             raise ValueError(
-                "matrices of one input have different pre_quant_scales: engines multiply q, k, "
-                "v (gate, up) at once. Quantize with scales that they share."
+                "matrices of one input have different pre_quant_scales, but q, k, v (gate, up) "
+                "are one GEMM: quantize them with a common pre_quant_scale."
             )
-    scales = [one.input_scale for one in parts if one.input_scale is not None]
+    scales = [part.input_scale for part in parts if part.input_scale is not None]
     scale = torch.stack(scales).amax() if scales else None
     return InputRounding(_rounded_to(first.layout), scale, first.pre_quant_scale)
 
@@ -172,7 +174,7 @@ def pack_weights_(
         model: the weights of these linears are on the meta device.
         scales: by path of the linears.
         load: fills shards from the folder; all ranks that share the model call it.
-        device: where the codes go.
+        device: device of the codes.
     """
     choices = TileChoices()
     for path, linear in linears(model).items():
@@ -186,25 +188,25 @@ def pack_weights_(
         pack_(linear, scales[path], choices)
 
 
-def pack_(linear: Linear, own: RankScales, choices: TileChoices) -> None:
+def pack_(linear: Linear, scales: RankScales, choices: TileChoices) -> None:
     """Replace a linear's decoded weight by the codes that its values and scales determine."""
     weight, device = linear.weight.detach(), linear.weight.device
-    layout = own.layout
-    rounding, scales = _to(own.rounding, device), own.scales.to(device)
+    layout, group = scales.layout, scales.group
+    rounding, factors = _to(scales.rounding, device), scales.scales.to(device)
     if rounding.pre_quant_scale is not None:
         weight = weight / rounding.pre_quant_scale
-    full = spread_scales(scales, own.group, weight.shape)
+    full = spread_scales(factors, group, weight.shape)
     packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
-    linear.gemm = QuantizedGemm(layout, packed, scales, own.group, rounding, choices)
-    # A tensor of the weight's shape without its memory, for callers that read shapes.
-    hollow = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
-    linear.weight = nn.Parameter(hollow, requires_grad=False)
+    linear.gemm = QuantizedGemm(layout, packed, factors, group, rounding, choices)
+    # A tensor of the weight's shape without memory, for callers that read shapes.
+    placeholder = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
+    linear.weight = nn.Parameter(placeholder, requires_grad=False)
 
 
 def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
-    """Pack all linears of a model by their own largest magnitudes, without calibration.
+    """Pack all linears of a model by the largest magnitudes of their weights; no calibration.
 
-    Inputs are scaled as they come. For benchmarks with random weights.
+    For benchmarks with random weights: a calibrated input scale is 0.05.
     """
     choices = TileChoices()
     for path, linear in linears(model).items():
@@ -214,8 +216,8 @@ def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
         code = _rounded_to(layout)
         scale = torch.tensor(0.05) if layout.input_scale and code else None
         rounding = InputRounding(code, scale)
-        own = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
-        pack_(linear, own, choices)
+        scales = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
+        pack_(linear, scales, choices)
 
 
 def _to(rounding: InputRounding, device: torch.device) -> InputRounding:
@@ -240,5 +242,5 @@ def is_quantized(folder: Path) -> bool:
     from mcore_ckpt.formats.recognition import QUANT_CONFIG
 
     config = folder / "config.json"
-    names_it = config.is_file() and "quantization_config" in config.read_text(encoding="utf-8")
-    return names_it or (folder / QUANT_CONFIG).is_file()
+    is_named = config.is_file() and "quantization_config" in config.read_text(encoding="utf-8")
+    return is_named or (folder / QUANT_CONFIG).is_file()

@@ -1,8 +1,8 @@
-"""Which matrices of a model are quantized, under which names, and which share scales.
+"""Chooses the matrices of a model to quantize, with their names and the scales that they share.
 
-A fused matrix is what an engine multiplies at once: queries, keys and values, a gate with its
+A fused matrix is multiplied in one GEMM: queries, keys and values, a gate with its
 up-projection, one expert's pair. Its members are tensors of the Hugging Face folder; they share
-the scales that belong to a whole tensor, and all that is said of their input.
+per-tensor scales and the statistics of their input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,33 +35,34 @@ class Member(NamedTuple):
     """One tensor of the folder within a fused matrix."""
 
     module: str
-    """Its name there without ``.weight``."""
+    """Name of the tensor without ``.weight``."""
     begin: int
     """First row in the fused matrix."""
     end: int
-    """One past the last."""
+    """One past its last row."""
 
 
 @dataclass(frozen=True)
 class FusedMatrix:
-    """A matrix that is quantized as one."""
+    """A matrix that is quantized as a unit."""
 
     path: str
-    """Of the layer that multiplies with it; of an expert's with its number."""
+    """Path of its layer; for experts also the number of the expert."""
     layer: int
     """Global number of the block; -1: outside of blocks."""
     weight: Tensor
     """``[F, D]``; writing to it changes the model."""
     members: tuple[Member, ...]
     norm: RMSNorm | LayerNorm | None
-    """The norm that makes its input, and no other matrix's; None: there is none."""
+    """The norm whose output is the input of this matrix only; None: no such norm."""
     value_heads: tuple[int, int] = (0, 0)
-    """Of inputs that attention mixes: heads of values, and channels of each; (0, 0): others."""
+    """Heads of values, and channels of each, if the input is attention's output; else (0,
+    0)."""
 
     def shared(self, tops: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
-        """Give inputs of query heads that read the same values the largest number of them.
+        """Replace numbers of query heads with the same values by the largest of them.
 
-        So a scale of inputs can go into the rows of ``v_proj``.
+        A scale of the inputs can then be folded into the rows of ``v_proj``.
         """
         if not self.value_heads[0]:
             return tops
@@ -72,11 +73,11 @@ class FusedMatrix:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is quantized and what is not."""
+    """The matrices to quantize, and the modules that are left out."""
 
     matrices: tuple[FusedMatrix, ...]
     left: Mapping[str, str]
-    """Modules of the folder that stay as they are, and why."""
+    """Modules of the folder that are not quantized, and why."""
 
 
 def select(
@@ -87,14 +88,14 @@ def select(
     *,
     whole_blocks: bool = False,
 ) -> Selection:
-    """Choose the matrices to quantize: all linears of the blocks, experts among them.
+    """Choose the matrices to quantize: all linears of the blocks, including experts.
 
     Args:
-        model: whole, on one rank.
-        links: which foreign tensor holds which of ours.
-        layout: what they become.
-        exclude: patterns of foreign modules, or of fused matrices, to leave.
-        whole_blocks: leave matrices that blocks of several rows do not divide.
+        model: complete, on one rank.
+        links: pairs of the folder's tensors and ours.
+        layout: format of the codes and scales.
+        exclude: patterns of the folder's modules, or of fused matrices, to leave out.
+        whole_blocks: leave out matrices that blocks of several rows do not divide.
     """
     taken = {name: link for link in links for name in link.ours}
     chosen, left = [], {}
@@ -126,7 +127,7 @@ def select(
 
 
 def _cut_block(shape: Sequence[int], layout: QuantLayout) -> str:
-    """Say which size is no multiple of a block's; empty: both are, or rows have their own."""
+    """Return which size is no multiple of the block size; empty: both are, or no blocks."""
     if layout.group[0] > 1:
         for count, size, what in zip(shape, layout.group, ("outputs", "inputs"), strict=True):
             if count % size:
@@ -136,14 +137,14 @@ def _cut_block(shape: Sequence[int], layout: QuantLayout) -> str:
 
 def _reason(link: Link) -> str:
     words = {word for name in link.ours for word in name.split(".")}
-    found = next((_WHY[word] for word in _WHY if word in words), "")
-    if not found and not link.is_plain:
-        return "is stored turned or interleaved in this family"
-    return found or "is no linear that engines quantize"
+    reason = next((_WHY[word] for word in _WHY if word in words), "")
+    if not reason and not link.is_plain:
+        return "is stored transposed or interleaved in this family"
+    return reason or "is no linear that engines quantize"
 
 
 def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
-    found = []
+    matrices = []
     for path, module in model.named_modules():
         layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
         norm = _norm_before(model, path)
@@ -151,21 +152,23 @@ def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
             parts = module.layouts()["weight"].parts
             members = _members(path, parts, taken)
             heads = _value_heads(model, path)
-            found.append(FusedMatrix(path, layer, module.weight.detach(), members, norm, heads))
+            weight = module.weight.detach()
+            matrices.append(FusedMatrix(path, layer, weight, members, norm, heads))
         elif isinstance(module, Experts):
             for name in ("fc1_weight", "fc2_weight"):
                 stacked, parts = getattr(module, name).detach(), module.layouts()[name].parts
                 for expert in range(stacked.shape[0]):
                     mine = [part for part in parts if part.local_offsets[0] == expert]
                     members = _members(path, mine, taken)
-                    own = f"{path}.{expert}.{name.removesuffix('_weight')}"
-                    found.append(FusedMatrix(own, layer, stacked[expert], members, None))
-    return found
+                    own_path = f"{path}.{expert}.{name.removesuffix('_weight')}"
+                    weight = stacked[expert]
+                    matrices.append(FusedMatrix(own_path, layer, weight, members, None))
+    return matrices
 
 
 def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tuple[Member, ...]:
-    """Return the foreign tensors that a weight's rows are, or nothing if they are not so."""
-    found: list[Member] = []
+    """Return the folder's tensors that form a weight's rows; empty: they do not."""
+    members: list[Member] = []
     for part in parts:
         name = f"{path}.{part.name}" if part.name else f"{path}{_WEIGHT}"
         link = taken.get(name)
@@ -174,28 +177,28 @@ def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tup
         begin = part.local_offsets[-2]
         end = begin + part.lengths[-2]
         module = link.theirs.removesuffix(_WEIGHT)
-        if found and found[-1].module == module and found[-1].end == begin:
-            found[-1] = Member(module, found[-1].begin, end)
+        if members and members[-1].module == module and members[-1].end == begin:
+            members[-1] = Member(module, members[-1].begin, end)
         else:
-            found.append(Member(module, begin, end))
-    return tuple(found)
+            members.append(Member(module, begin, end))
+    return tuple(members)
 
 
 def _value_heads(model: nn.Module, path: str) -> tuple[int, int]:
-    """Return the heads of values that a linear's inputs are mixed of, and their channels."""
-    block_path, _, own = path.rpartition(".")
+    """Return the heads of values in a linear's inputs, and their channels; (0, 0): others."""
+    block_path, _, name = path.rpartition(".")
     mixer = model.get_submodule(block_path)
-    if own != "proj" or not isinstance(mixer, Attention):
+    if name != "proj" or not isinstance(mixer, Attention):
         return (0, 0)
     return num_kv_heads(mixer.config), head_dim(mixer.config)
 
 
 def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
-    """Return the norm whose output a linear alone reads."""
-    block_path, _, own = path.rpartition(".")
+    """Return the norm whose output only this linear reads; None: no such norm."""
+    block_path, _, name = path.rpartition(".")
     block_path, _, mixer = block_path.rpartition(".")
     feeds = {"attention": "qkv", "mlp": "fc1"}
-    if feeds.get(mixer) != own:
+    if feeds.get(mixer) != name:
         return None
     block = model.get_submodule(block_path)
     if type(block) is not TransformerBlock:

@@ -47,15 +47,15 @@ def round_to_nearest(
     Args:
         matrix: fused matrix with its members.
         layout: format of the codes.
-        weight: rounded in place of the matrix's own.
+        weight: rounded instead of the matrix's weight; None: the matrix's weight.
     """
     weight = (matrix.weight if weight is None else weight).float()
     amax = weight.abs().amax()
     packed, scales, wide = [], [], []
     for _, begin, end in matrix.members:
-        own = weight[begin:end]
-        chosen = layout.scales(own, amax)
-        packed.append(layout.packed(layout.quantized(own, chosen)))
+        rows = weight[begin:end]
+        chosen = layout.scales(rows, amax)
+        packed.append(layout.packed(layout.quantized(rows, chosen)))
         scales.append(chosen)
         wide.append(layout.dequantized(packed[-1], chosen))
     return RoundedMatrix(tuple(packed), tuple(scales), torch.cat(wide))
@@ -74,9 +74,9 @@ def smooth_and_round(
     reached = matrix.shared(seen.amax)
     strength = reached.clamp(min=_SMALLEST) ** _SMOOTHING / tops ** (1 - _SMOOTHING)
     strength = torch.where(reached > 0, strength, torch.ones_like(strength))
-    found = round_to_nearest(matrix, layout, weight * strength)
+    rounded = round_to_nearest(matrix, layout, weight * strength)
     top = (seen.amax / strength).amax() if seen.num_rows else None
-    return RoundedMatrix(found.packed, found.scales, found.wide, 1 / strength, top)
+    return RoundedMatrix(rounded.packed, rounded.scales, rounded.wide, 1 / strength, top)
 
 
 def input_scale(layout: QuantLayout, amax: Tensor) -> Float[Tensor, ""]:
@@ -96,10 +96,10 @@ def search_strength(
 ) -> Float[Tensor, " D"]:
     """Search the factor on each column of a matrix (AWQ); ones if no factor is better.
 
-    Multiplying a column by s and dividing its input by s changes the rounding alone: a larger
-    column gets more of its group's codes. s is a power of the channel's mean magnitude, and the
-    power is searched for the least output error. Differs from the paper: the error is that of
-    the matrix's own output, computed exactly from second moments, and weights are not clipped.
+    Multiplying a column by s and dividing its input by s changes only the rounding: a larger
+    column gets more of its group's codes. s is a power of the channel's mean magnitude; the
+    power with the least output error is chosen. Differs from the paper: the error is that of
+    the matrix's output, computed exactly from second moments, and weights are not clipped.
 
     Reference:
         Lin et al. 2023, AWQ, section 3.2. arXiv:2306.00978.
@@ -123,15 +123,16 @@ def scale_and_round(
 ) -> RoundedMatrix:
     """Quantize a matrix by AWQ: scale its columns, fold the inverse into the norm, round.
 
-    Changes the previous norm in place if the matrix alone reads it; otherwise the result has a
-    ``pre_quant_scale``.
+    Changes the previous norm in place if only this matrix reads its output; otherwise the
+    result has a ``pre_quant_scale``.
     """
     strength = search_strength(matrix, layout, seen)
-    found = round_to_nearest(matrix, layout, matrix.weight.float() * strength)
+    rounded = round_to_nearest(matrix, layout, matrix.weight.float() * strength)
+    packed, scales, wide = rounded.packed, rounded.scales, rounded.wide
     if matrix.norm is None:
-        return RoundedMatrix(found.packed, found.scales, found.wide, 1 / strength)
+        return RoundedMatrix(packed, scales, wide, 1 / strength)
     fold_(matrix.norm, strength)
-    return RoundedMatrix(found.packed, found.scales, found.wide, folded=strength)
+    return RoundedMatrix(packed, scales, wide, folded=strength)
 
 
 def fold_(norm: RMSNorm | LayerNorm, strength: Float[Tensor, " D"]) -> None:
@@ -154,10 +155,10 @@ def compensate_and_round(
     codes, scales = rounded_columns(matrix.weight, layout, seen.hessian)
     packed, chosen, wide = [], [], []
     for _, begin, end in matrix.members:
-        own = Scales(scales[begin:end].contiguous())
+        member_scales = Scales(scales[begin:end].contiguous())
         packed.append(layout.packed(codes[begin:end]))
-        chosen.append(own)
-        wide.append(layout.dequantized(packed[-1], own))
+        chosen.append(member_scales)
+        wide.append(layout.dequantized(packed[-1], member_scales))
     return RoundedMatrix(tuple(packed), tuple(chosen), torch.cat(wide))
 
 
@@ -198,7 +199,7 @@ def rounded_columns(
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = []
     for first in range(0, weight.shape[1], group):
-        # The scale is that of the weights as compensated by the groups before.
+        # The scale of a group is that of its weights after the compensation of earlier groups.
         scale = layout.scales(weight[:, first : first + group]).weight_scale.view(-1)
         scales.append(scale)
         for column in range(first, first + group):

@@ -1,4 +1,4 @@
-"""What goes into the matrices of a model while it reads a text."""
+"""Statistics of the inputs of a model's matrices, and of its keys and values, on a text."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class InputStatistics:
-    """Of all inputs that one matrix has seen.
+    """Statistics of all inputs of one matrix.
 
     Attributes:
         num_rows: tokens.
         amax: largest magnitude of each channel.
         abs_sum: sum of magnitudes of each channel.
-        moments: sum of squares of each channel, or ``[D, D]`` of the products of all pairs.
+        moments: sums of squares of the channels, or ``[D, D]`` sums of products of all pairs.
     """
 
     def __init__(self, width: int, device: torch.device, *, has_pairs: bool) -> None:
@@ -39,7 +39,7 @@ class InputStatistics:
         self.moments = torch.zeros(shape, device=device)
 
     def add(self, x: Float[Tensor, "T D"]) -> None:
-        """Take inputs."""
+        """Add inputs."""
         if not x.shape[0]:
             return
         x = x.detach().float()
@@ -50,12 +50,12 @@ class InputStatistics:
 
     @property
     def hessian(self) -> Float[Tensor, "D D"]:
-        """Mean product of all pairs of channels; diagonal where only squares were kept."""
+        """Mean product of all pairs of channels; diagonal if only squares were recorded."""
         mean = self.moments / max(1, self.num_rows)
         return mean if mean.dim() == 2 else mean.diag()
 
     def output_error(self, weight: Float[Tensor, "F D"], error: Float[Tensor, "F D"]) -> float:
-        """Relative error of the outputs, by the inputs' second moments."""
+        """Return the relative error of the outputs, from the inputs' second moments."""
         return (self._power(error) / self._power(weight).clamp(min=1e-30)).sqrt().item()
 
     def _power(self, matrix: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class InputStatistics:
 
 @dataclass(frozen=True)
 class _ObservedGemm:
-    """A GEMM that notes its inputs."""
+    """A GEMM that records its inputs."""
 
     inner: Gemm
     seen: InputStatistics
@@ -95,7 +95,7 @@ class _ObservedGemm:
 
 @contextmanager
 def _watching(model: nn.Module, seen: Mapping[str, InputStatistics]) -> Iterator[None]:
-    """Record the inputs of matrices, by path, while the context is open."""
+    """Within the context, record the inputs of matrices by path."""
     with ExitStack() as stack:
         for path, linear in linears(model).items():
             if path in seen:
@@ -127,7 +127,7 @@ def _expert_hook(
             hidden = F.linear(mine, experts.fc1_weight[expert])
             if experts.fc1_bias is not None:
                 hidden = hidden + experts.fc1_bias[expert]
-            # Engines weigh what an expert gives, so its second input is unweighed.
+            # Routing weights multiply an expert's output, not its second input.
             second.add(experts.network.activate(hidden))
 
     return note
@@ -141,14 +141,14 @@ def observe(
     has_pairs: bool,
     what: str = "",
 ) -> dict[str, InputStatistics]:
-    """Let a model read windows of text; note the inputs of some of its matrices.
+    """Run a model on windows of text; return the statistics of the inputs of its matrices.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         windows: token ids.
         widths: inputs of each matrix, by path.
-        has_pairs: keep products of all pairs of channels, not only squares.
-        what: is being observed, for the log.
+        has_pairs: record products of all pairs of channels, not only squares.
+        what: of the model or the pass, for the log.
     """
     device = next(model.parameters()).device
     seen = {
@@ -165,7 +165,7 @@ def observe(
 
 
 class _WatchedLayer:
-    """A layer's state that notes the largest key and value."""
+    """A layer's state that records the largest key and value."""
 
     def __init__(self, inner: LayerState, tops: dict[str, Tensor]) -> None:
         self._inner, self._tops = inner, tops
@@ -192,7 +192,7 @@ class _WatchedCache(StaticCache):
 def largest_keys_and_values(
     model: LanguageModel, windows: Sequence[Int[Tensor, "_ S"]]
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the largest magnitude of what a cache would hold, by layer and ``k`` or ``v``."""
+    """Return the largest magnitudes of keys and values, by layer and ``k`` or ``v``."""
     device = next(model.parameters()).device
     tops: dict[int, dict[str, Tensor]] = {}
     with torch.no_grad():

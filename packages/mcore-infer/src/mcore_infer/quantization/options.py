@@ -8,7 +8,7 @@ from mcore_base.options import Options, Rule, option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeConfig(Options):
-    """How a model is quantized."""
+    """Method, format and calibration of a quantization."""
 
     method: Literal[
         "fp8",
@@ -23,37 +23,36 @@ class QuantizeConfig(Options):
         "mixed",
     ]
     """fp8: weights and inputs, one scale each; fp8-channel: a scale for each output and token;
-    fp8-block: weights by 128x128; int8: weights alone; w8a8: weights and inputs, smoothed;
+    fp8-block: weights by 128x128; int8: weights only; w8a8: weights and inputs, smoothed;
     awq, gptq: weights in four bits by groups; nvfp4, mxfp4: four-bit floats by 16 and 32;
     mixed: four bits, fp8 or none for each matrix."""
 
     format: Literal["auto", "compressed-tensors", "hf-quant"] = "auto"
-    """Form of the folder. compressed-tensors: vLLM, transformers and mcore-infer load it;
-    hf-quant: the unified layout, which TensorRT-LLM and mcore-infer load, and vLLM where the
-    method is fp8, fp8-channel or nvfp4; auto: compressed-tensors, but hf-quant for mixed."""
+    """Form of the folder. compressed-tensors: vLLM, transformers and mcore-infer load it; hf-
+    quant: the unified layout, which TensorRT-LLM and mcore-infer load, and vLLM if the method
+    is fp8, fp8-channel or nvfp4; auto: compressed-tensors, but hf-quant for mixed."""
 
     budget: float = 0.0
-    """Bits of a weight on average, of mixed; between its measured errors the matrices share
-    them."""
+    """Bits of a weight on average, for mixed, which divides them by the measured errors of the
+    matrices."""
 
     group_size: int = option(0, minimum=0, needs={"method": ("awq", "gptq", "mixed")})
-    """Inputs that share a scale, of awq, gptq and mixed; 0: 128."""
+    """Inputs that share a scale, for awq, gptq and mixed; 0: 128."""
 
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
-    """fp8: also write scales for keys and values, which the engine then keeps in fp8."""
+    """fp8: also write scales for keys and values; the engine then stores both in fp8."""
 
     exclude_modules: tuple[str, ...] = ()
-    """Patterns of modules to leave in bfloat16."""
+    """Patterns of modules that stay in bfloat16."""
 
     calibration_tokens: int = option(65536, minimum=1)
-    """Tokens to calibrate on, at most half of the text."""
+    """Tokens for calibration, at most half of the text."""
 
     scored_tokens: int = option(65536, minimum=1)
-    """Tokens behind them to measure perplexity on, before and after."""
+    """Tokens after those, for the perplexity before and after."""
 
     speed_tokens: int = option(0, minimum=0)
-    """Tokens of one text to write before and after, for the speed in the receipt; 0: it is not
-    measured."""
+    """Tokens to generate before and after, for the speed in the receipt; 0: not measured."""
 
     seq_length: int = option(0, minimum=0)
     """Tokens of a window; 0: the model's positions, at most 2048."""
@@ -63,7 +62,7 @@ class QuantizeConfig(Options):
 
     @property
     def form(self) -> Literal["compressed-tensors", "hf-quant"]:
-        """Form of the folder, chosen where ``format`` leaves it open."""
+        """Form of the folder; chosen by ``method`` if ``format`` is auto."""
         if self.format != "auto":
             return self.format
         return "hf-quant" if self.method == "mixed" else "compressed-tensors"
@@ -78,12 +77,12 @@ class QuantizeConfig(Options):
             ("budget", "method"),
             lambda v: bool(v.budget) != (v.method == "mixed"),
             "--budget {budget:g} with --method {method}: mixed needs the bits of a weight on "
-            "average (6, say), and others have no budget.",
+            "average (6, for example); other methods have no budget.",
         ),
         Rule(
             ("format", "method"),
             lambda v: v.method == "mixed" and v.format == "compressed-tensors",
-            "--format compressed-tensors stores all modules in one way, and --method mixed in "
+            "--format compressed-tensors has one layout for all modules, and --method mixed "
             "several: use --format hf-quant.",
         ),
     )

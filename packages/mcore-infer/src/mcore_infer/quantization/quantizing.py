@@ -1,9 +1,9 @@
-"""From a model to a folder of quantized weights: calibrate, round, write, read back, judge.
+"""Quantizes a model into a folder: calibrates, rounds, writes, reads back, evaluates.
 
-The output is a Hugging Face folder of compressed-tensors or in the unified layout, which
-appears whole, with a report of what was done and what it cost. For compressed-tensors the
-unified folder is written first, within it, and removed. One process; the model must fit on its
-device.
+The output is a Hugging Face folder of compressed-tensors or in the unified layout, with a
+report of errors, perplexity and speed. It appears under its name once it is complete. For
+compressed-tensors the unified folder is written first, inside the output, and removed. One
+process; the model must fit on its device.
 """
 
 import hashlib
@@ -66,21 +66,21 @@ from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
 _FEWEST_TOKENS = 256
-"""Of a text to quantize by; even these show that it works, not what it costs."""
+"""Fewest tokens of a calibration text; so few do not measure the change of perplexity."""
 
 MIXED_METHOD = "mixed"
-"""Word of ``--method`` for ``budget.choose_candidates``."""
+"""The ``--method`` of ``budget.choose_candidates``."""
 _NEAREST = "int8"
-"""A method that rounds to the nearest, whatever the layout."""
+"""A method that rounds to the nearest, for any layout."""
 _SCALES_INPUTS = ("awq", "w8a8")
-"""Methods that move a part of the inputs' range into the weights."""
+"""Methods that scale inputs, and weights by the inverse."""
 _PAIRWISE = ("awq", "gptq")
-"""Methods that need products of all pairs of inputs, so that they go block by block."""
+"""Methods that need products of all pairs of inputs; they run block by block."""
 
 
 @dataclass
 class _Rounded:
-    """What has been rounded so far."""
+    """The matrices that have been rounded, with their reports."""
 
     done: dict[str, QuantizedTensor] = field(default_factory=dict)
     reports: list[MatrixReport] = field(default_factory=list)
@@ -89,12 +89,12 @@ class _Rounded:
 
 @dataclass(frozen=True)
 class _ScalePlacement:
-    """Which matrices may have scales of their inputs in the form that is written."""
+    """Decides which matrices may have scales of their inputs in the written format."""
 
     is_free: bool
-    """All: the form has a place for them."""
+    """Whether the format stores such scales; else they are folded into the previous layer."""
     names: frozenset[str]
-    """Tensors of the folder, and scales."""
+    """Tensors of the folder, including scales."""
     description: Mapping[str, Any]
     kv_cache: bool
 
@@ -102,21 +102,20 @@ class _ScalePlacement:
     def of(
         cls, source: OpenCheckpoint, selection: Selection, config: QuantizeConfig
     ) -> "_ScalePlacement":
-        """Look at what is selected; no tensor is read."""
-        modules = [member.module for one in selection.matrices for member in one.members]
+        """Collect the names of the selected tensors; reads none of them."""
+        modules = [m.module for matrix in selection.matrices for m in matrix.members]
         names = {link.theirs for link in find_links(source)}
         names |= {f"{module}.{WEIGHT_SCALE}" for module in modules}
         is_free = config.form == "hf-quant"
         return cls(is_free, frozenset(names), source.description, config.has_fp8_cache)
 
     def takes(self, matrix: FusedMatrix, method: str) -> bool:
-        """Whether a method that scales inputs may do so for a matrix; others always may."""
+        """Whether the method may be used for a matrix: its input scales have a place."""
         is_in_norm = method == "awq" and matrix.norm is not None  # by the method itself
         if self.is_free or is_in_norm or method not in _SCALES_INPUTS:
             return True
-        given = self.names, self.description
         return all(
-            layer_before(member.module, *given, kv_cache=self.kv_cache)[0]
+            layer_before(member.module, self.names, self.description, kv_cache=self.kv_cache)[0]
             for member in matrix.members
         )
 
@@ -131,19 +130,20 @@ def quantize(
     tokenizer: Tokenizer | None = None,
     step: int = 0,
 ) -> QuantizationReport:
-    """Quantize a model, write it as a Hugging Face folder, and judge what was written.
+    """Quantize a model, write it as a Hugging Face folder, read it back and evaluate it.
 
     Args:
         load: run, step or Hugging Face folder.
         output: new folder.
-        text: for calibration, and behind that for perplexity.
-        config: how.
-        device: where to compute.
-        tokenizer: None: the checkpoint's.
-        step: of a run folder; 0: the latest.
+        text: its first tokens are for calibration, the following for perplexity.
+        config: method, format and calibration.
+        device: device of the model.
+        tokenizer: None: the checkpoint's tokenizer.
+        step: step of a run folder; 0: the latest.
 
     Raises:
-        ValueError: if the model, the text or the output do not do.
+        ValueError: if the model cannot be quantized, the text is too short, or the output
+            exists.
     """
     output, folder = Path(output), resolve_folder(load, step, takes_any=True)
     check_place(output, folder)
@@ -154,13 +154,15 @@ def quantize(
         raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
     windows, scored = _cut(loaded, tokenizer, text, config)
     batch = (config.micro_batch_size, windows[0].shape[1])
-    judged = partial(_losses, tokenizer, scored, batch)
+    token_losses = partial(_losses, tokenizer, scored, batch)
     with opened(folder_format(folder), folder) as source, atomic_dir(output) as fresh:
         if isinstance(source.theirs, WidenedRows):
-            raise ValueError(f"{folder} is quantized already: give the model it was made of.")
+            raise ValueError(
+                f"{folder} is quantized already: give the model that it was made from."
+            )
         selection, candidates = _chosen(loaded, find_links(source), config, windows)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
-        before, speeds = judged(loaded.model), _timed(loaded, config)
+        before, speeds = token_losses(loaded.model), _timed(loaded, config)
         tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
         work = _rounded(
             loaded,
@@ -173,8 +175,8 @@ def quantize(
         num_bytes = _write(fresh, source, loaded.model, plan, work, tops, config.form)
         log.info("reading %s back", output)
         written = load_model(fresh, ctx)
-        after, speeds = judged(written.model), speeds + _timed(written, config)
-        with_cache = _perplexity_with_cache(written, judged, len(scored))
+        after, speeds = token_losses(written.model), speeds + _timed(written, config)
+        with_cache = _perplexity_with_cache(written, token_losses, len(scored))
         report = QuantizationReport(
             method=config.method,
             algo=plan.algo,
@@ -231,12 +233,13 @@ def _write(
 def _losses(
     tokenizer: Tokenizer, scored: Sequence[int], shape: tuple[int, int], model: LanguageModel
 ) -> Tensor:
-    """Return the loss of every scored token, in windows ``shape``; 0 where none stands."""
+    """Return the loss of every scored token, in windows of ``shape``; 0 for padding."""
     begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     batch, length = shape
     windows = plan_windows([len(scored)], length, max(1, length // 2))
-    found = counted_losses(model, [scored], windows, begin_token=begin_token or 0, batch=batch)
-    return torch.cat([losses.flatten() for losses in found])
+    begin_token = begin_token or 0
+    parts = counted_losses(model, [scored], windows, begin_token=begin_token, batch=batch)
+    return torch.cat([losses.flatten() for losses in parts])
 
 
 def _perplexity(losses: Tensor, num_tokens: int) -> float:
@@ -244,17 +247,17 @@ def _perplexity(losses: Tensor, num_tokens: int) -> float:
 
 
 def _perplexity_with_cache(
-    written: LoadedModel, judged: Callable[[LanguageModel], Tensor], num_tokens: int
+    written: LoadedModel, token_losses: Callable[[LanguageModel], Tensor], num_tokens: int
 ) -> float:
-    """Perplexity with keys and values that are rounded by the folder's scales; 0: none."""
+    """Return the perplexity with an fp8 cache of the folder's scales; 0: no scales."""
     if not written.kv_scales:
         return 0.0
     with rounded_cache(written.model, Fp8Cache(written.kv_scales)):
-        return _perplexity(judged(written.model), num_tokens)
+        return _perplexity(token_losses(written.model), num_tokens)
 
 
 def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:
-    """Return how many tokens a model writes in a second, if that is wanted."""
+    """Return the tokens that a model generates a second; empty: ``speed_tokens`` is 0."""
     if not config.speed_tokens:
         return ()
     cache = Fp8Cache(loaded.kv_scales) if loaded.kv_scales else None
@@ -264,19 +267,19 @@ def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:
 def _cut(
     loaded: LoadedModel, tokenizer: Tokenizer, text: str, config: QuantizeConfig
 ) -> tuple[list[Tensor], list[int]]:
-    """Cut a text into windows of calibration and the tokens behind them."""
+    """Split a text into windows for calibration, and the tokens after them."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     limit = loaded.description.config.max_position_embeddings or 2048
     length = config.seq_length or min(limit, 2048)
-    used = min(config.calibration_tokens, len(ids) // 2)
-    length = min(length, used)
+    num_used = min(config.calibration_tokens, len(ids) // 2)
+    length = min(length, num_used)
     if len(ids) < _FEWEST_TOKENS:
         raise ValueError(
-            f"--calibration-data has {len(ids)} tokens: give {_FEWEST_TOKENS} at least, better "
-            "many thousand, half to calibrate on and half to measure perplexity on."
+            f"--calibration-data has {len(ids)} tokens: give at least {_FEWEST_TOKENS}, better "
+            "many thousand. Half are for calibration, half for the perplexity."
         )
-    rows = torch.tensor(ids[: used // length * length]).view(-1, length)
-    scored = ids[used : used + config.scored_tokens]
+    rows = torch.tensor(ids[: num_used // length * length]).view(-1, length)
+    scored = ids[num_used : num_used + config.scored_tokens]
     return list(rows.split(config.micro_batch_size)), scored
 
 
@@ -286,41 +289,46 @@ def _chosen(
     config: QuantizeConfig,
     windows: Sequence[Tensor],
 ) -> tuple[Selection, dict[str, Candidate]]:
-    """Choose what is rounded, and how."""
+    """Choose the matrices to quantize, and the method of each."""
     method = "fp8" if config.method == MIXED_METHOD else config.method
     layout = find_layout(METHODS[method], config.group_size if method == config.method else 0)
-    found = select(
+    selection = select(
         loaded.model,
         links,
         layout,
         config.exclude_modules,
         whole_blocks=config.form == "compressed-tensors",
     )
-    if not found.matrices:
-        reasons = "; ".join(sorted(set(found.left.values())))
-        raise ValueError(f"nothing of {loaded.folder} can be quantized so: {reasons}.")
+    if not selection.matrices:
+        reasons = "; ".join(sorted(set(selection.left.values())))
+        raise ValueError(
+            f"no matrix of {loaded.folder} can be quantized with these options: {reasons}."
+        )
     if method == config.method:
-        return found, {matrix.path: Candidate(method, layout) for matrix in found.matrices}
-    check_budget(found.matrices, config.budget, config.group_size)
-    widths = {one.path: one.weight.shape[1] for one in found.matrices}
+        return selection, {m.path: Candidate(method, layout) for m in selection.matrices}
+    check_budget(selection.matrices, config.budget, config.group_size)
+    widths = {matrix.path: matrix.weight.shape[1] for matrix in selection.matrices}
     seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
-    candidates = choose_candidates(found.matrices, seen, config.budget, config.group_size)
+    candidates = choose_candidates(selection.matrices, seen, config.budget, config.group_size)
     if not candidates:
         raise ValueError(
-            f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer, 6 say."
+            f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer, such as 6."
         )
-    kept = tuple(matrix for matrix in found.matrices if matrix.path in candidates)
+    kept = tuple(matrix for matrix in selection.matrices if matrix.path in candidates)
     names = (
-        m.module for one in found.matrices if one.path not in candidates for m in one.members
+        member.module
+        for matrix in selection.matrices
+        if matrix.path not in candidates
+        for member in matrix.members
     )
-    left = dict(found.left) | dict.fromkeys(names, "loses most, and the budget leaves it")
+    left = dict(selection.left) | dict.fromkeys(names, "loses most: the budget leaves it out")
     return Selection(kept, left), candidates
 
 
 def _plan(
     selection: Selection, candidates: Mapping[str, Candidate], config: QuantizeConfig
 ) -> QuantPlan:
-    """Return what the folder says of itself."""
+    """Return the layouts that the folder's configs describe."""
     layers = {
         member.module: candidates[matrix.path].layout
         for matrix in selection.matrices
@@ -341,14 +349,14 @@ def _rounded(
     windows: Sequence[Tensor],
     placement: _ScalePlacement,
 ) -> _Rounded:
-    """Round all matrices, in the model too; block by block where a method needs it."""
+    """Round all matrices, also in the model; block by block if a method needs pairs."""
     work = _Rounded()
     layers = sorted({matrix.layer for matrix in selection.matrices})
-    has_pairs = any(way.method in _PAIRWISE for way in candidates.values())
+    has_pairs = any(candidate.method in _PAIRWISE for candidate in candidates.values())
     groups = [[layer] for layer in layers] if has_pairs else [layers]
     for number, group in enumerate(groups, 1):
-        chosen = [one for one in selection.matrices if one.layer in group]
-        widths = {one.path: one.weight.shape[1] for one in chosen}
+        chosen = [matrix for matrix in selection.matrices if matrix.layer in group]
+        widths = {matrix.path: matrix.weight.shape[1] for matrix in chosen}
         part = f" block {number} of {len(groups)}" if len(groups) > 1 else ""
         seen = observe(loaded.model, windows, widths, has_pairs=has_pairs, what=part)
         amaxes = _input_amaxes(chosen, seen, work)
@@ -357,19 +365,19 @@ def _rounded(
             if not placement.takes(matrix, method):
                 method = _NEAREST
                 work.fallbacks.append(
-                    f"{matrix.path}: no layer before it can scale its inputs, which --format "
+                    f"{matrix.path}: no previous layer can scale its inputs, which --format "
                     "compressed-tensors needs: its weights are rounded to the nearest."
                 )
-            found = _METHODS[method](matrix, layout, seen[matrix.path])
-            _finish(matrix, layout, found, seen[matrix.path], amaxes[matrix.path], work)
+            rounded = _METHODS[method](matrix, layout, seen[matrix.path])
+            _finish(matrix, layout, rounded, seen[matrix.path], amaxes[matrix.path], work)
     return work
 
 
 def _input_amaxes(
     chosen: Sequence[FusedMatrix], seen: Mapping[str, InputStatistics], work: _Rounded
 ) -> dict[str, Tensor]:
-    """Return the largest input of each matrix; one that saw none takes its block's largest."""
-    found = {}
+    """Return the largest input of each matrix; without inputs, the largest of its block."""
+    largest = {}
     for matrix in chosen:
         own = seen[matrix.path]
         top = own.amax.amax()
@@ -382,33 +390,35 @@ def _input_amaxes(
                 ]
             ).amax()
             work.fallbacks.append(
-                f"{matrix.path} read no token of the calibration text: its weights are rounded "
+                f"{matrix.path} had no token of the calibration text: its weights are rounded "
                 "to the nearest, its input scale is the largest of its block."
             )
-        found[matrix.path] = top
-    return found
+        largest[matrix.path] = top
+    return largest
 
 
 def _finish(
     matrix: FusedMatrix,
     layout: QuantLayout,
-    found: RoundedMatrix,
+    rounded: RoundedMatrix,
     seen: InputStatistics,
     amax: Tensor,
     work: _Rounded,
 ) -> None:
-    """Put a rounded matrix into the model, note its error and what is to be written."""
-    pre, original = found.pre_quant_scale, matrix.weight.float()
-    effective = found.wide if pre is None else found.wide * pre
-    # The norm before divides by what was folded: compare in the terms of the input as it was.
-    comparable = effective if found.folded is None else effective / found.folded
+    """Write a rounded matrix into the model; record its error, codes and scales."""
+    pre, original = rounded.pre_quant_scale, matrix.weight.float()
+    effective = rounded.wide if pre is None else rounded.wide * pre
+    # The previous norm divides by the folded factor: compare in units of the original input.
+    comparable = effective if rounded.folded is None else effective / rounded.folded
     error = comparable - original
     scale = None
     if layout.input_scale:
-        scale = input_scale(layout, amax if found.input_amax is None else found.input_amax)
+        scale = input_scale(layout, amax if rounded.input_amax is None else rounded.input_amax)
     if pre is None and layout.pre_quant_scale == "all":
         pre = torch.ones(matrix.weight.shape[1], device=matrix.weight.device)
-    for member, packed, scales in zip(matrix.members, found.packed, found.scales, strict=True):
+    for member, packed, scales in zip(
+        matrix.members, rounded.packed, rounded.scales, strict=True
+    ):
         work.done[member.module] = QuantizedTensor(packed, scales, scale, pre)
     relative = (error.norm() / original.norm().clamp(min=1e-30)).item()
     work.reports.append(
@@ -446,13 +456,13 @@ _METHODS: Mapping[str, _Method] = {
 
 
 _FIRST = 8
-"""Tokens before those that are timed: kernels are tried and steps recorded."""
+"""Tokens before the timed ones: kernels are tried and steps recorded."""
 
 
 def tokens_per_second(
     model: LanguageModel, num_tokens: int, fp8_cache: Fp8Cache | None = None
 ) -> float:
-    """Time the writing of one text on an engine."""
+    """Return the tokens that an engine generates a second for one text."""
     length = 1 + _FIRST + num_tokens
     engine = Engine(
         model,

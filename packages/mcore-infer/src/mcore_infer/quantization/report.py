@@ -1,4 +1,4 @@
-"""What a quantization did and what it cost: ``receipt.md`` for people, ``receipt.json``."""
+"""Report of a quantization: ``receipt.md`` for people, ``receipt.json`` for programs."""
 
 import json
 import math
@@ -21,26 +21,26 @@ BANDS: Mapping[str, float] = {
     "W4A16_AWQ": 2.0,
     "W4A16_GPTQ": 2.0,
 }
-"""Change of perplexity in percent that is usual for a method on models of a billion weights."""
+"""Usual change of perplexity in percent, by algorithm, for models of a billion weights."""
 
 
 @dataclass(frozen=True)
 class MatrixReport:
-    """How well one fused matrix was rounded."""
+    """Errors of one fused matrix."""
 
     modules: tuple[str, ...]
-    """Of the folder, which share scales."""
+    """Modules of the folder that form the matrix."""
     weight_error: float
     """Norm of the error over that of the weight."""
     output_error: float
-    """The same of the output, by the second moments of the inputs; nan: none was seen."""
+    """Relative error of the output, from second moments of the inputs; nan: no inputs."""
     algo: str
-    """How it is stored."""
+    """Algorithm of the stored codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationReport:
-    """All that is said of a quantized folder."""
+    """Method, perplexity, sizes and errors of a quantized folder."""
 
     method: str
     algo: str
@@ -52,62 +52,62 @@ class QuantizationReport:
     source: str
     """Folder that was quantized."""
     data_sha256: str
-    """Of the text."""
+    """Hash of the text."""
     calibration_tokens: int
     scored_tokens: int
-    """Of the same text, behind those of the calibration."""
+    """Tokens of the same text, after those of the calibration."""
     perplexity_before: float
-    """Of the source, per token."""
+    """Perplexity of the source, per token."""
     perplexity_after: float
-    """Of the folder, read back."""
+    """Perplexity of the folder, read back."""
     token_loss_change: float
     """Root mean square of the change of a token's loss, nats. Above 0 wherever weights were
     rounded, while gains and losses of tokens may cancel in the perplexity."""
     perplexity_with_cache: float
-    """The same with keys and values as ``kv_cache`` says; 0: they are the model's."""
+    """Perplexity of the folder with an fp8 cache; 0: the cache has the model's dtype."""
     tokens_per_s: tuple[float, ...]
-    """Of one text that is written, before and after, on the device; empty: not timed."""
+    """Speed of one text before and after, on the device; empty: not measured."""
     bytes_before: int
-    """Of the source's tensors."""
+    """Size of the source's tensors."""
     bytes_after: int
-    """Of the folder's tensors."""
+    """Size of the folder's tensors."""
     kv_cache: str
     """Format of keys and values; empty: the model's."""
     matrices: tuple[MatrixReport, ...]
     left: Mapping[str, str]
     """Modules that stay in bfloat16, and why."""
     fallbacks: tuple[str, ...]
-    """What could not be calibrated, and what was done instead."""
+    """Matrices that could not be calibrated, and their treatment."""
     has_experts: bool = False
     """Whether the model is a mixture."""
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """What loads the folder."""
+        """Engines that load the folder."""
         return engines_of(self.form, self.method, has_experts=self.has_experts)
 
     @property
     def perplexity_change(self) -> float:
-        """In percent; above 0: worse."""
+        """Change in percent; above 0: worse."""
         return 100 * (self.perplexity_after / self.perplexity_before - 1)
 
     @property
     def perplexity_change_error(self) -> float:
-        """Its standard error in percent, were tokens independent."""
+        """Standard error of the change in percent, if tokens were independent."""
         return 100 * self.token_loss_change / math.sqrt(self.scored_tokens)
 
     @property
     def change_with_cache(self) -> float:
-        """The same with keys and values as ``kv_cache`` says."""
+        """Change in percent with an fp8 cache."""
         after = self.perplexity_with_cache or self.perplexity_after
         return 100 * (after / self.perplexity_before - 1)
 
 
 def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
-    """Return what loads a folder of a form and method.
+    """Return the engines that load a folder of a form and method.
 
-    vLLM 0.25.1 and transformers by the tests of the exports, TensorRT-LLM by its documentation.
-    vLLM has no experts of int8 whose inputs have a calibrated scale.
+    Known from the tests of the exports for vLLM 0.25.1 and transformers, and from the
+    documentation of TensorRT-LLM. vLLM has no int8 experts with a calibrated input scale.
     """
     if form == "compressed-tensors":
         vllm = () if has_experts and method == "w8a8" else ("vLLM",)
@@ -117,34 +117,34 @@ def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:
-    """Write both forms."""
-    said: dict[str, Any] = asdict(report) | {
+    """Write the report as JSON and as Markdown."""
+    values: dict[str, Any] = asdict(report) | {
         "engines": report.engines,
         "perplexity_change_percent": report.perplexity_change,
         "perplexity_change_error_percent": report.perplexity_change_error,
         "perplexity_change_with_cache_percent": report.change_with_cache,
     }
-    said["matrices"] = [_without_nan(asdict(matrix)) for matrix in report.matrices]
-    text = json.dumps(said, indent=2).encode() + b"\n"
+    values["matrices"] = [_without_nan(asdict(matrix)) for matrix in report.matrices]
+    text = json.dumps(values, indent=2).encode() + b"\n"
     write_durably(folder / f"{NAME}.json", text)
     write_durably(folder / f"{NAME}.md", as_markdown(report).encode())
 
 
 def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
-    has_none = math.isnan(report["output_error"])
-    return report | {"output_error": None if has_none else report["output_error"]}
+    is_missing = math.isnan(report["output_error"])
+    return report | {"output_error": None if is_missing else report["output_error"]}
 
 
 def as_markdown(report: QuantizationReport) -> str:
     """Return the report as Markdown."""
-    ranked = sorted(report.matrices, key=lambda one: -one.weight_error)
+    ranked = sorted(report.matrices, key=lambda matrix: -matrix.weight_error)
     size = 100 * (report.bytes_after / report.bytes_before - 1)
     text = f"""# Receipt: {report.method} ({report.algo})
 
 Loads in: {", ".join(report.engines)} (form: {report.form}).
 
-Made of `{report.source}`. Text of SHA-256 `{report.data_sha256[:16]}`:
-{report.calibration_tokens} tokens for calibration, the {report.scored_tokens} behind them for
+Made from `{report.source}`. Text of SHA-256 `{report.data_sha256[:16]}`:
+{report.calibration_tokens} tokens for calibration, the next {report.scored_tokens} for the
 perplexity, before and after (this folder, read back).
 
 | | before | after | change |
@@ -167,8 +167,8 @@ perplexity, before and after (this folder, read back).
     if band is not None and report.perplexity_change > band:
         worst = ranked[0]
         text += f"""
-That is more than the {band} % that is usual for {report.algo} on models of a billion weights:
-smaller models, and those with few channels a group, lose more. The worst matrix is
+This exceeds {band} %, the usual change of {report.algo} for models of a billion weights.
+Smaller models, and models with few channels a group, lose more. The worst matrix is
 {", ".join(worst.modules)} ({100 * worst.weight_error:.2f} % of its weight):
 `--exclude-modules` leaves it in bfloat16.
 """
@@ -176,9 +176,10 @@ smaller models, and those with few channels a group, lose more. The worst matrix
         text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in report.fallbacks)
     text += "\n## Errors, worst first\n\n| modules | stored as | weight | output |\n"
     text += "| --- | --- | --- | --- |\n"
-    for one in ranked:
-        output = "-" if math.isnan(one.output_error) else f"{100 * one.output_error:.3f} %"
-        names = ", ".join(one.modules)
-        text += f"| {names} | {one.algo} | {100 * one.weight_error:.3f} % | {output} |\n"
+    for matrix in ranked:
+        error = matrix.output_error
+        output = "-" if math.isnan(error) else f"{100 * error:.3f} %"
+        names, weight = ", ".join(matrix.modules), f"{100 * matrix.weight_error:.3f} %"
+        text += f"| {names} | {matrix.algo} | {weight} | {output} |\n"
     text += "\n## Left in bfloat16\n\n| module | why |\n| --- | --- |\n"
     return text + "".join(f"| {name} | {why} |\n" for name, why in report.left.items())

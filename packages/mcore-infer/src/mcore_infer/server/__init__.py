@@ -1,1 +1,1 @@
-"""Text over HTTP: one engine behind Megatron's and OpenAI's interfaces."""
+"""HTTP server of one engine, with Megatron's and OpenAI's interfaces."""

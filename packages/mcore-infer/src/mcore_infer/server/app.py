@@ -248,7 +248,7 @@ class _Gate:
             return
         try:
             await self.app(scope, receive, counted)
-        except ClientDisconnect:  # before the whole request arrived
+        except ClientDisconnect:  # before the complete request arrived
             self.server.metrics.cancelled += 1
 
     def _refusal(self, path: str, headers: Mapping[bytes, str]) -> RequestError | None:
@@ -257,9 +257,7 @@ class _Gate:
         name = host.partition("]")[0].lstrip("[") if host[:1] == "[" else host.split(":")[0]
         # Browsers always name a host; HTTP/1.0 need not.
         if limits.hosts and name and name not in limits.hosts:
-            return RequestError(
-                403, "this server answers on its own host only: see --host to open it."
-            )
+            return RequestError(403, "this server answers to its host name only: see --host.")
         given = headers.get(b"authorization", "").removeprefix("Bearer ")
         is_open = not limits.api_key or path in OPEN_PATHS
         if is_open or hmac.compare_digest(given.encode(), limits.api_key.encode()):

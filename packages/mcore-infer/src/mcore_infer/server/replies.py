@@ -331,12 +331,8 @@ def _split_stops(
     """Split stops into strings and token sequences; special tokens have no text to match."""
     strings, sequences = [], []
     for text in [stop] if isinstance(stop, str) else stop:
-        special = tokenizer.token_id(text)
-        ids = (
-            [special]
-            if special is not None
-            else tokenizer.encode(text, add_special_tokens=False)
-        )
+        token = tokenizer.token_id(text)
+        ids = tokenizer.encode(text, add_special_tokens=False) if token is None else [token]
         if tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=True):
             sequences.append(ids)
         else:

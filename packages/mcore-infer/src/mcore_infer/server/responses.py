@@ -1,8 +1,7 @@
 """Runs a request on the engine and sends its answer, complete or as server-sent events.
 
-``EngineClient`` connects the event loop to the engine's thread; ``EngineResponse`` is the ASGI
-response. When a client disconnects, times out or stops reading, its requests are
-cancelled and their pages released.
+``EngineResponse`` is the ASGI response. When a client disconnects, times out or stops reading,
+its requests are cancelled and their pages released.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from mcore_infer.writing.sequence import NewToken
 from mcore_infer.writing.token_text import AnswerPiece
 
 _UNFINISHED = (
-    "the text cannot keep to its structure: no token of the vocabulary continues it, or the "
+    "the text cannot satisfy its structure: no token of the vocabulary continues it, or the "
     "next token takes too long."
 )
 _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
@@ -178,7 +177,7 @@ class EngineResponse:
             pieces[index].append(piece)
             self._count(bool(piece.text))
         # Log probabilities of a long text are many: serialize them in a thread, so that the
-        # event loop serves other clients meanwhile.
+        # event loop continues to serve other clients.
         body = await asyncio.to_thread(lambda: as_json(self.reply.complete(pieces)))
         await self._start(send, 200, _JSON | {"content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})

@@ -1,10 +1,12 @@
 """The thread that runs an engine on rank 0, and the loop of the ranks that follow it.
 
-Requests arrive in groups; a group is queued whole or refused whole. Before every step rank 0
-sends new and cancelled groups to all ranks, so that all have the same requests in the same
-order. The events of a step are delivered in one call. Replicas take groups in turn and step
-together; after a step, rank 0 gathers their events on the host. If a rank fails, the others
-wait in a collective until ``Watch`` ends them; rank 0 answers its clients first.
+Requests arrive in groups; all requests of a group are queued, or the group is refused. Before
+every step rank 0 sends new and cancelled groups to all ranks, so that all have the same
+requests in the same order. The events of a step are delivered in one call. Replicas take groups
+in turn and step together; after a step, rank 0 gathers their events on the host. If a rank
+fails, the others wait in a collective until ``Watch`` ends them; rank 0 answers its clients
+first.
+``EngineClient`` connects the thread to the event loop of the server.
 """
 
 import asyncio
@@ -64,7 +66,7 @@ class Commands:
     new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
     """New groups, with their numbers."""
     cancelled: list[tuple[int, int]] = field(default_factory=list)
-    """Group, and index in it; -1: the whole group."""
+    """Group, and index in the group; -1: all its requests."""
     structures: list[Structure] = field(default_factory=list)
     """Structures to compile for later groups."""
     is_last: bool = False
@@ -155,7 +157,7 @@ class Requests:
 
 
 class EngineWorker:
-    """Runs an engine in its own thread on rank 0.
+    """Runs an engine in a thread on rank 0.
 
     Attributes:
         requests: groups of the engine; only the thread changes them.

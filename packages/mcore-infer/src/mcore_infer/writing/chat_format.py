@@ -1,4 +1,4 @@
-"""Chat formats of models: the template, the end of a turn, the marks of reasoning."""
+"""Chat format of a model: its template, the end of a turn, the marks of reasoning."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """Turns chats into prompts, and recognizes the end of an answer."""
+    """Renders chats as prompts, and recognizes the end of an answer."""
 
     render: Render
     """Renders messages as text; with ``tools``, by the template for tools."""
@@ -28,7 +28,7 @@ class ChatFormat:
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn."""
     end_texts: tuple[str, ...] = ()
-    """Strings that end a turn, if the end mark is no token."""
+    """Strings that end a turn, if the end mark is not a single token."""
     reasoning: tuple[str, str] | None = None
     """Marks around reasoning; None: the template does not mark reasoning."""
 
@@ -41,7 +41,7 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
     """Compile the templates of a model and find the end mark of a turn.
 
     Args:
-        template: text of a Jinja template; empty: the tokenizer's own, else ChatML, with a
+        template: text of a Jinja template; empty: the tokenizer's template, else ChatML with a
             warning.
         tokenizer: of the model.
 
@@ -49,13 +49,13 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
         ImportError: if jinja2 is missing.
         ValueError: if the text is not a Jinja template.
     """
-    own = template or own_template(tokenizer)
-    if not own:
+    source = template or own_template(tokenizer)
+    if not source:
         log.warning(
             "the tokenizer has no chat template: chats are rendered as ChatML, whose turns "
-            "end at <|im_end|>. Give the model's own by --chat-template."
+            "end at <|im_end|>. Give the model's template by --chat-template."
         )
-    plain = own or CHATML
+    plain = source or CHATML
     for_tools = template or own_template(tokenizer, "tool_use") or plain
     renders = [load_template(text, tokenizer) for text in (plain, for_tools)]
 
@@ -76,11 +76,11 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _turn_end(render: Render, role: str) -> str:
-    """Return the mark that a template writes after an answer; empty: there is none."""
+    """Return the mark that a template writes after an answer; empty: no mark."""
     answer = {"role": "assistant", "content": _PROBE}
     try:
         text = render([{"role": role, "content": "a"}, answer], False)
     except ValueError:
         return ""
-    found = _MARK.match(text.rpartition(_PROBE)[2].lstrip())
-    return found[0] if found and _PROBE in text else ""
+    mark = _MARK.match(text.rpartition(_PROBE)[2].lstrip())
+    return mark[0] if mark and _PROBE in text else ""

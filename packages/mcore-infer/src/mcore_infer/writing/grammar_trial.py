@@ -29,7 +29,7 @@ from mcore_infer.writing.grammars import (
 )
 
 COMPILE_S = 2
-"""Processor seconds for one structure."""
+"""Processor seconds to compile one structure."""
 STEP_S = 0.05
 """Processor seconds for the next tokens of one text."""
 _MEMORY_BYTES = 2 << 30
@@ -38,7 +38,7 @@ _ENDED = "the process ended"
 
 
 class GrammarTrial:
-    """The separate process, started by the first structure; used by one thread."""
+    """A separate process that tries structures, started by the first one; for one thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._arguments = tokenizer, vocab_size, tuple(ends)
@@ -53,7 +53,7 @@ class GrammarTrial:
         refusal = self._answer_to(asdict(structure))
         if refusal is _ENDED:
             refusal = (
-                f"this structure cannot be held to: its grammar takes more than {COMPILE_S} "
+                f"this structure cannot be enforced: its grammar takes more than {COMPILE_S} "
                 f"seconds or {_MEMORY_BYTES >> 30} GiB. Use smaller counts and fewer parts."
             )
         if refusal:
@@ -65,7 +65,7 @@ class GrammarTrial:
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the server
+                start_new_session=True,  # Ctrl-C ends the server, not this process
             )
             weakref.finalize(self, _end, self._process)
             tokenizer, *sizes = self._arguments
@@ -80,7 +80,7 @@ class GrammarTrial:
         to.flush()  # pyrefly: ignore
         if line := answers.readline():  # pyrefly: ignore
             return json.loads(line)
-        _end(self._process)  # the kernel ended it
+        _end(self._process)  # it exceeded a limit
         self._process = None
         return _ENDED
 
@@ -114,8 +114,8 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
         return str(error)
     if time.process_time() - begin > COMPILE_S:
         return (
-            f"this structure cannot be held to: it compiles for more than {COMPILE_S} seconds. "
-            "Use smaller counts and fewer parts."
+            f"this structure cannot be enforced: it compiles for more than {COMPILE_S} "
+            "seconds. Use smaller counts and fewer parts."
         )
     generator, dead_end = random.Random(0), ""
     for _ in range(_NUM_WALKS):
@@ -124,7 +124,7 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
             return ""
         if dead_end.startswith("too slow"):
             break
-    return f"this structure cannot be held to: {dead_end}"
+    return f"this structure cannot be enforced: {dead_end}"
 
 
 def _walk(matcher: Any, generator: random.Random) -> str:
@@ -153,6 +153,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _limit_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _MEMORY_BYTES, hard))

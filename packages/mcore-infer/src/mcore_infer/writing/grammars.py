@@ -1,6 +1,6 @@
 """Grammars of structures, and tokenizers in llguidance's form; imports no torch.
 
-``grammar_trial`` runs this module in a process of its own, which must start quickly.
+``grammar_trial`` imports this module in a separate process, which must start quickly.
 """
 
 import json
@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 18
 """Most bytes of a schema, an expression or a grammar."""
 _BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
 """White space between the parts of JSON: enough to indent, but limited, so that a model cannot
-write nothing else. A schema's own ``x-guidance`` takes precedence."""
+write white space forever. ``x-guidance`` in a schema takes precedence."""
 _MISSING = "structured output needs llguidance: pip install 'mcore-infer[structured]'."
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -37,7 +37,8 @@ def build_grammar(structure: Structure) -> str:
     """Return the grammar of a structure in llguidance's form.
 
     Raises:
-        ValueError: if llguidance is missing, the schema is no JSON, or a structure is long.
+        ValueError: if llguidance is missing, the schema is no JSON, or the structure is longer
+            than ``MAX_BYTES``.
     """
     matcher = llguidance().LLMatcher
     if len(structure.text.encode()) > MAX_BYTES:
@@ -55,14 +56,14 @@ def build_grammar(structure: Structure) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """Return a Lark rule for JSON of a schema.
+    """Return a Lark rule for the JSON values of a schema.
 
     Raises:
         ValueError: if no value satisfies the schema.
     """
     schema = finite(schema)
     if schema is False:
-        raise ValueError("this JSON schema cannot be held to: no finite value satisfies it.")
+        raise ValueError("this JSON schema cannot be enforced: no finite value satisfies it.")
     if isinstance(schema, dict) or schema is True:
         schema = {} if schema is True else schema
         schema = {"x-guidance": {"whitespace_pattern": _BLANK}, **schema}
@@ -72,14 +73,14 @@ def json_rule(schema: Any) -> str:
 def finite(schema: Any) -> Any:
     """Return a schema in which parts that no finite value satisfies are ``false``.
 
-    Such a part is its own ``$ref``, or requires itself. With ``false`` in its place, llguidance
-    refuses a schema that requires the part and omits an optional one; without, texts would
-    start to write an endless value.
+    Such a part refers to or requires itself. With ``false`` in its place, llguidance refuses a
+    schema that requires the part, and leaves out an optional part; otherwise texts would start
+    an endless value.
     """
     nodes = list(_subschemas(schema))
     has_value: set[int] = set()
     num_known = -1
-    while num_known < len(has_value):  # the least fixed point: what follows from finite parts
+    while num_known < len(has_value):  # least fixed point, starting from finite parts
         num_known = len(has_value)
         has_value |= {id(node) for node in nodes if _has_value(node, schema, has_value)}
     if num_known == len({id(node) for node in nodes}):
@@ -117,7 +118,7 @@ def _has_value(node: dict[str, Any], root: Any, known: set[int]) -> bool:
         if isinstance(parts := node.get(name), list) and not any(map(holds, parts)):
             return False
     if "enum" in node or "const" in node or "type" not in node:
-        return True  # of another type than object and array, if of no other
+        return True  # a value of another type than object and array satisfies it
     kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
     return any(_KINDS.get(kind, lambda *_: True)(node, holds) for kind in kinds)
 
@@ -130,11 +131,11 @@ def _object_has_value(node: dict[str, Any], holds: Any) -> bool:
 
 
 def _array_has_value(node: dict[str, Any], holds: Any) -> bool:
-    fewest, first = node.get("minItems", 0), node.get("prefixItems")
+    min_items, first = node.get("minItems", 0), node.get("prefixItems")
     first = first if isinstance(first, list) else []
-    if not isinstance(fewest, int) or not all(map(holds, first[:fewest])):
-        return not isinstance(fewest, int)
-    return fewest <= len(first) or holds(node.get("items", True))
+    if not isinstance(min_items, int) or not all(map(holds, first[:min_items])):
+        return not isinstance(min_items, int)
+    return min_items <= len(first) or holds(node.get("items", True))
 
 
 _KINDS = {"object": _object_has_value, "array": _array_has_value}
@@ -161,17 +162,17 @@ def _replaced(node: Any, has_value: set[int]) -> Any:
         return node
     if id(node) not in has_value:
         return False
-    found = dict(node)
+    replaced = dict(node)
     for name in _SCHEMAS_BY_NAME:
         if isinstance(parts := node.get(name), dict):
-            found[name] = {key: _replaced(part, has_value) for key, part in parts.items()}
+            replaced[name] = {key: _replaced(part, has_value) for key, part in parts.items()}
     for name in _SCHEMA_LISTS:
         if isinstance(parts := node.get(name), list):
-            found[name] = [_replaced(part, has_value) for part in parts]
+            replaced[name] = [_replaced(part, has_value) for part in parts]
     for name in _SCHEMAS:
         if name in node:
-            found[name] = _replaced(node[name], has_value)
-    return found
+            replaced[name] = _replaced(node[name], has_value)
+    return replaced
 
 
 class Vocabulary:
@@ -192,14 +193,14 @@ class Vocabulary:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"this {_NAMES[kind]} cannot be held to: {error_of(matcher)}")
+            raise ValueError(f"this {_NAMES[kind]} cannot be enforced: {error_of(matcher)}")
         return matcher
 
 
 def error_of(matcher: Any) -> str:
     """Return the error of a matcher in one line."""
     error = " ".join(matcher.get_error().partition("<state>")[0].split())
-    return "no text keeps to it." if error.startswith("NoExtension") else error
+    return "no text satisfies it." if error.startswith("NoExtension") else error
 
 
 def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
@@ -217,8 +218,8 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
         return Vocabulary(library.LLTokenizer(tokenizer.text, **sizes))
     if not isinstance(tokenizer, _HasTokenBytes):
         raise ValueError(
-            f"structured output does not know the bytes of a {type(tokenizer).__name__}'s "
-            "tokens: use a Hugging Face or SentencePiece tokenizer."
+            f"structured output needs the bytes of tokens, which {type(tokenizer).__name__} "
+            "does not return: use a Hugging Face or SentencePiece tokenizer."
         )
     view = _TokenizerView(tokenizer, vocab_size, ends[0])
     return Vocabulary(library.LLTokenizer(library.TokenizerWrapper(view), **sizes))
@@ -226,7 +227,7 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
 
 @runtime_checkable
 class _HasTokenBytes(Protocol):
-    """A tokenizer that gives the bytes of each id; None: the id has no text."""
+    """A tokenizer that returns the bytes of each id; None: the id has no text."""
 
     def token_bytes(self) -> list[bytes | None]: ...
 
@@ -240,16 +241,17 @@ class _TokenizerView:
 
     def __init__(self, tokenizer: _HasTokenBytes, vocab_size: int, end: int) -> None:
         self._tokenizer, self.eos_token_id = tokenizer, end
-        found = tokenizer.token_bytes()
-        found += [None] * (vocab_size - len(found))
+        texts = tokenizer.token_bytes()
+        texts += [None] * (vocab_size - len(texts))
         self.tokens = [
-            f"<{i}>".encode() if known is None else known for i, known in enumerate(found)
+            f"<{i}>".encode() if text is None else text for i, text in enumerate(texts)
         ]
-        self.special_token_ids = [i for i, known in enumerate(found) if known is None]
+        self.special_token_ids = [i for i, text in enumerate(texts) if text is None]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        said = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(said, add_special_tokens=False)
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def llguidance() -> Any:

@@ -55,13 +55,14 @@ class Generation:
     ids: tuple[int, ...]
     """Token ids without prompt and stop sequence; an end of document is included."""
     log_probs: tuple[float, ...]
-    """Of each id, before penalties, temperature and cut-off; empty: not requested."""
+    """Log probability of each id, before penalties, temperature and cut-off; empty: not
+    requested."""
     finish_reason: FinishReason
     """Why the text ended."""
     top: tuple[Top, ...] = ()
     """The likeliest tokens at each position; empty: not requested."""
     prompt_log_probs: tuple[float, ...] = ()
-    """Of the prompt's tokens after the first; empty: not requested."""
+    """Log probabilities of the prompt's tokens after the first; empty: not requested."""
     prompt_top: tuple[Top, ...] = ()
     """The likeliest tokens at those positions; empty: not requested."""
     beams: tuple[Beam, ...] = ()
@@ -87,16 +88,16 @@ class TokenRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """Which log probabilities a request returns; others are not computed."""
+    """Log probabilities that a request returns; no others are computed."""
 
     log_probs: bool = True
-    """Of each written token."""
+    """Log probability of each written token."""
 
     num_top: int = 0
     """Likeliest tokens to return at each position."""
 
     prompt: bool = False
-    """Also for the tokens of the prompt, which is then not read from shared pages."""
+    """Also those of the prompt's tokens; the prompt then uses no shared pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +170,7 @@ class RunningSequence:
         num_scored = len(self.prompt) - 1 if request.scores.prompt else 0
         self.prompt_log_probs = [math.nan] * num_scored  # NaN: not computed yet
         self.prompt_top: list[Top] = [()] * num_scored
-        self._draws: list[float] = []  # drawn ahead, not consumed
+        self._draws: list[float] = []  # drawn ahead and not consumed
         # Lists of numbers: one object a token would make Python's garbage collector scan
         # millions of objects while the device waits.
         self.ids: list[int] = []
@@ -189,17 +190,17 @@ class RunningSequence:
         return replace(self._cut, top_p=max(top_p, self.sampling.top_p_bound))
 
     def draw(self) -> float:
-        """Return the next random number, uniform in [0, 1)."""
+        """Return the next random number, uniform in [0, 1), and consume it."""
         number = self.draw_ahead(0)
         self.forget_draws(1)
         return number
 
-    def draw_ahead(self, place: int) -> float:
-        """Return the number that ``draw`` returns after ``place`` others."""
-        while len(self._draws) <= place:
+    def draw_ahead(self, offset: int) -> float:
+        """Return the random number ``offset`` positions after the next; consumes none."""
+        while len(self._draws) <= offset:
             number = torch.rand((), generator=self.random, dtype=torch.float64)
             self._draws.append(number.item())
-        return self._draws[place]
+        return self._draws[offset]
 
     def forget_draws(self, count: int) -> None:
         """Consume numbers that ``draw_ahead`` returned."""
@@ -219,25 +220,25 @@ class RunningSequence:
                 self.finish_reason = "stop"
                 break
         else:
-            held = self.matcher
-            if held is not None and not held.take(token.id):
+            matcher = self.matcher
+            if matcher is not None and not matcher.take(token.id):
                 self._drop(1)
                 self.finish_reason = "error"
-            elif token.id == self.eod or (held is not None and held.is_over):
+            elif token.id == self.eod or (matcher is not None and matcher.is_over):
                 self.finish_reason = "stop"
             elif len(self.ids) == self.num_tokens:
                 self.finish_reason = "length"
         if not self.stop and self.matcher is None:
             return [token]
-        held = 0 if self.finish_reason else self._undecided()
-        new = slice(self.num_released, len(self.ids) - held)
+        num_held = 0 if self.finish_reason else self._undecided()
+        new = slice(self.num_released, len(self.ids) - num_held)
         self.num_released = max(new.start, new.stop)
         parts = zip(self.ids[new], self._log_probs[new], self._tops[new], strict=True)
         return [NewToken(token.row, *part) for part in parts]
 
     def _drop(self, count: int) -> None:
-        for kept in (self.ids, self._log_probs, self._tops):
-            del kept[-count:]
+        for values in (self.ids, self._log_probs, self._tops):
+            del values[-count:]
 
     def _ends_with(self, sequence: Sequence[int]) -> bool:
         return self.ids[-len(sequence) :] == sequence

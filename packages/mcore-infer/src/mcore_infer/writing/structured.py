@@ -2,9 +2,9 @@
 
 llguidance (extra ``structured``) finds the allowed next tokens on the host, with a parser and
 the trie of all tokens, while the device computes logits. The logits of all other tokens are
-masked on the device. A grammar may take from a millisecond to forever to compile. A server
-therefore calls ``Grammars.prepare``: a thread compiles each structure once, after a process
-with limits on time and memory has tried it (``grammar_trial``).
+masked on the device. Some grammars never finish compiling. A server therefore calls
+``Grammars.prepare``: a thread compiles each structure once, after a process with limits on time
+and memory has tried it (``grammar_trial``).
 """
 
 import logging
@@ -38,10 +38,7 @@ class Matcher(Protocol):
         """Return a bit mask of the allowed next tokens, 32 to a number, lowest bit first."""
 
     def take(self, token: int) -> bool:
-        """Advance by a token.
-
-        Return False if no token may follow and the text is incomplete.
-        """
+        """Advance by a token; return False if no token may follow an incomplete text."""
 
     @property
     def is_over(self) -> bool:
@@ -53,7 +50,7 @@ class Grammars:
 
     Attributes:
         tokenizer: of the model.
-        vocab_size: of the model, which may have more tokens.
+        vocab_size: of the model; may exceed the tokenizer's.
         ends: tokens that end a text.
     """
 
@@ -63,10 +60,10 @@ class Grammars:
         Args:
             tokenizer: of the model.
             vocab_size: of the model.
-            ends: tokens besides the tokenizer's end of document that end a text.
+            ends: tokens that end a text, in addition to the tokenizer's end of document.
         """
-        own = () if tokenizer.eod is None else (tokenizer.eod,)
-        self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, (*own, *ends)
+        eod = () if tokenizer.eod is None else (tokenizer.eod,)
+        self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, (*eod, *ends)
         self._lock = Lock()
         self._compiled: OrderedDict[Structure, Future[_Compiled]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -77,8 +74,8 @@ class Grammars:
 
         Args:
             structure: grammar of texts.
-            is_tried: whether a process with limits compiles it first. False on ranks that
-                follow rank 0, which did that.
+            is_tried: whether a process with limits compiles it first; False on ranks that
+                follow rank 0, which has tried it.
 
         Returns:
             A future that is done once ``matcher`` returns immediately. Raises ``ValueError`` if
@@ -137,7 +134,7 @@ class _LLMatcher:
         is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
         if not is_taken:  # no token of the vocabulary may follow, or a limit was reached
             error = self._matcher.get_error().partition("\n")[0]
-            log.warning("a text cannot keep to its structure: %s", error)
+            log.warning("a text cannot satisfy its structure: %s", error)
         return is_taken
 
     @property

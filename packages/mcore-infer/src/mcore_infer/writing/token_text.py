@@ -44,11 +44,11 @@ class TokenTexts:
     def name(self, token: int) -> str:
         r"""Return a token's text; ``bytes:\xe4`` for bytes that are no UTF-8, as OpenAI."""
         if token not in self._names:
-            found = self.of(token)
+            text = self.of(token)
             try:
-                self._names[token] = found.decode()
+                self._names[token] = text.decode()
             except UnicodeDecodeError:
-                escaped = "".join(f"\\x{byte:02x}" for byte in found)
+                escaped = "".join(f"\\x{byte:02x}" for byte in text)
                 self._names[token] = f"bytes:{escaped}"
         return self._names[token]
 
@@ -64,19 +64,19 @@ class TokenTexts:
     def by_name(self, top: Top) -> dict[str, float]:
         """Return log probabilities by the names of their tokens, likeliest last.
 
-        A token with the name of a likelier one is ``token_id:`` and its number.
+        A token with the name of a likelier token is called ``token_id:`` and its number.
         """
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for token, value in top:
             name = self.name(token)
-            found[f"token_id:{token}" if name in found else name] = value
-        return dict(reversed(found.items()))
+            by_name[f"token_id:{token}" if name in by_name else name] = value
+        return dict(reversed(by_name.items()))
 
 
 def with_drawn(token: NewToken) -> Top:
     """Return a token's likeliest alternatives, with the token itself appended if missing."""
-    is_there = token.log_prob is None or any(i == token.id for i, _ in token.top)
-    return token.top if is_there else (*token.top, (token.id, token.log_prob or 0.0))
+    is_complete = token.log_prob is None or any(i == token.id for i, _ in token.top)
+    return token.top if is_complete else (*token.top, (token.id, token.log_prob or 0.0))
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class _HasTokenBytes(Protocol):
 
 
 def _hf_token_bytes(tokenizer: HFTokenizer) -> list[bytes | None]:
-    """Return the bytes of every token, read from pieces as the decoder would write them."""
+    """Return the bytes of every token: its piece, as the tokenizer's decoder writes it."""
     decoders = _parts(json.loads(tokenizer.text).get("decoder") or {})
     kinds = {decoder.get("type") for decoder in decoders}
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -97,21 +97,21 @@ def _hf_token_bytes(tokenizer: HFTokenizer) -> list[bytes | None]:
     if "Metaspace" in kinds:
         replaced.append(("\u2581", " "))
     added = tokenizer.core.get_added_tokens_decoder()
-    found: list[bytes | None] = [None] * tokenizer.vocab_size
+    token_bytes: list[bytes | None] = [None] * tokenizer.vocab_size
     for piece, i in tokenizer.core.get_vocab().items():
         if i in added:
-            found[i] = added[i].content.encode()
+            token_bytes[i] = added[i].content.encode()
         elif "ByteFallback" in kinds and len(piece) == 6 and piece[:3] == "<0x":
-            found[i] = bytes([int(piece[3:5], 16)])
+            token_bytes[i] = bytes([int(piece[3:5], 16)])
         elif "ByteLevel" in kinds and all(letter in letters for letter in piece):
-            found[i] = bytes(letters[letter] for letter in piece)
+            token_bytes[i] = bytes(letters[letter] for letter in piece)
         elif "WordPiece" in kinds:
-            found[i] = piece.removeprefix("##").encode()
+            token_bytes[i] = piece.removeprefix("##").encode()
         else:
             for old, new in replaced:
                 piece = piece.replace(old, new)  # noqa: PLW2901
-            found[i] = piece.encode()
-    return found
+            token_bytes[i] = piece.encode()
+    return token_bytes
 
 
 def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ class TextStream:
 
         Args:
             tokenizer: decodes; special tokens have no text.
-            kept: special tokens that do have a text, by id.
+            kept: texts of special tokens that are part of the text, by id.
         """
         self.tokenizer, self._kept = tokenizer, kept or {}
         self._ids: list[int] = []
@@ -159,8 +159,9 @@ class TextStream:
         return piece
 
     def _new_text(self) -> str:
-        known = self._decode(self._context, self._given)
-        return self._decode(self._context, len(self._ids))[len(known) :]
+        # Decode the context again: the difference is the text of the new tokens.
+        returned = self._decode(self._context, self._given)
+        return self._decode(self._context, len(self._ids))[len(returned) :]
 
     def _advance(self) -> None:
         self._context, self._given = self._given, len(self._ids)
@@ -196,7 +197,7 @@ class ScoredToken:
     log_prob: float | None
     """None for the first token of a prompt."""
     top: Top
-    """The likeliest tokens at its position, and the token itself."""
+    """The likeliest tokens at its position, including the token itself."""
     offset: int
     """Position of its first character in the text."""
 
@@ -234,14 +235,14 @@ class Answer:
         """Start with an empty text.
 
         Args:
-            texts: decodes tokens.
+            texts: of the tokenizer.
             eod: token that ends the text and is not part of it.
             stop: strings that end the text.
             min_tokens: tokens before which stop strings are ignored.
-            keeps_stop: whether the string that ended the text is a part of it.
+            keeps_stop: whether a stop string is part of the text.
             is_scored: whether pieces contain scored tokens.
-            offset: length of the text before.
-            kept: special tokens that are part of the text, by id, and their names.
+            offset: length of the text before the answer.
+            kept: texts of special tokens that are part of the text, by id.
         """
         self.written: list[NewToken] = []
         self.finish_reason: FinishReason | None = None
@@ -283,12 +284,12 @@ class Answer:
         self._held += text
         self._decoded += len(text)
         stop = self._stop if len(self.written) >= self._min_tokens else ()
-        found = [(at, one) for one in stop if (at := self._held.find(one)) >= 0]
-        if found:
-            at, one = min(found, key=lambda pair: pair[0])
+        matches = [(at, mark) for mark in stop if (at := self._held.find(mark)) >= 0]
+        if matches:
+            at, mark = min(matches, key=lambda match: match[0])  # the first in the text
             self.finish_reason = "stop"
-            return self._release(at + len(one) * self._keeps_stop)
-        longest = max((overlap(self._held, one) for one in stop), default=0)
+            return self._release(at + len(mark) * self._keeps_stop)
+        longest = max((overlap(self._held, mark) for mark in stop), default=0)
         return self._release(len(self._held) - longest)
 
     def _release(self, length: int) -> AnswerPiece:
@@ -305,9 +306,9 @@ def prompt_tokens(
     """Return the tokens of a prompt with the scores of a result."""
     log_probs: list[float | None] = [None, *result.prompt_log_probs]
     top: list[Top] = [(), *(result.prompt_top or [()] * (len(prompt) - 1))]
-    stream, offset, found = TextStream(texts.tokenizer), 0, []
-    for token, log_prob, its_top in zip(prompt, log_probs, top, strict=True):
-        own = with_drawn(NewToken(0, token, log_prob, its_top))
-        found.append(ScoredToken(token, log_prob, own, offset))
+    stream, offset, scored = TextStream(texts.tokenizer), 0, []
+    for token, log_prob, likeliest in zip(prompt, log_probs, top, strict=True):
+        alternatives = with_drawn(NewToken(0, token, log_prob, likeliest))
+        scored.append(ScoredToken(token, log_prob, alternatives, offset))
         offset += len(stream.add(token))
-    return found
+    return scored

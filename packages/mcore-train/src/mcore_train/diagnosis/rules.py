@@ -237,7 +237,14 @@ RULES: tuple[Rule, ...] = (
         r"Observed flight recorder dump|dump signal|DistBackendError|Socket Timeout|"
         r"DistStoreError|gloo/transport|rank \d+ ends: process \d+",
     ),
+    _cascade(
+        "section timed out", "collective_timeout", r"Section '\w+' has been open for [\d.]+ sec"
+    ),
     # -- The end of the job.
+    _teardown(
+        "ft_launcher",
+        r"health_check\.py:\d+|Agent (?:\.run\(\) raised|run ended with) exception",
+    ),
     _teardown(
         "ended by the launcher",
         r"closing signal SIG|[Rr]eceived SIGTERM|SignalException|"

@@ -398,6 +398,11 @@ def run_page(folder: Path, run: RunFacts, found: Sequence[Diagnosis]) -> str:
     """Write the diagnoses for a person."""
     steps = run.reports[-1]["iteration"] if run.reports else 0
     lines = [f"{folder}: {steps} steps, {len(run.reports)} reports"]
+    if run.planned is not None:
+        step = run.planned.step()
+        shares = sorted(step.parts.items(), key=lambda part: -part[1])
+        text = ", ".join(f"{name} {seconds / step.total:.0%}" for name, seconds in shares[:8])
+        lines.append(f"a step by the planner, {step.total:.3g} s: {text}")
     for one in found:
         lines.append(f"{one.name}: {one.seen}")
         lines.append(f"  try {one.flag}: {one.why}" if one.flag else f"  {one.why}")

@@ -131,6 +131,8 @@ def triage(folder: str | Path) -> Verdict:
 def _cause(findings: Sequence[Finding]) -> Finding | None:
     """Return the first of the causes by the order of this module's docstring."""
     reacting = {f.rank for f in findings if f.rule.role == "cascade" and not f.place}
+    # Monitors of ft_launcher kill every rank whose section is over its time.
+    by_monitor = ("killed",) * any(f.rule.name == "section timed out" for f in findings)
     roots = [
         finding
         for finding in findings
@@ -139,6 +141,7 @@ def _cause(findings: Sequence[Finding]) -> Finding | None:
         and not (
             finding.rule.name in ("native crash", "exit code") and finding.rank in reacting
         )
+        and finding.rule.name not in by_monitor
     ]
     by_tier: dict[int, list[Finding]] = {}
     for finding in roots:

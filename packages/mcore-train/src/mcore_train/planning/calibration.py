@@ -16,7 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mcore_parallel.launch import launcher
-from mcore_train.planning.system import SYSTEMS, System, system_of_device, write_system
+from mcore_train.planning.system import (
+    CUDNN_ATTENTION,
+    SYSTEMS,
+    System,
+    system_of_device,
+    write_system,
+)
 
 SECONDS = 4.0
 """Of load on a GPU before a rate counts: then it runs at its power limit."""
@@ -60,9 +66,10 @@ def measure(device: torch.device) -> tuple[str, System]:
         "gemm_tflops": gemm / gemm_s,
         "burst_tflops": max(gemm / burst_s, gemm / gemm_s),
         "memory_gb_s": _copy_gb_s(device, (1 << 30) if is_gpu else (1 << 22)),
-        # 8 heads of 128 channels, causal, forward and backward; the ramp is the base's.
+        # 8 heads of 128 channels, causal, forward and backward; the ramp is the base's. A
+        # system's rate is flash-attn-4's, and torch's kernel was timed.
         "attention_tflops": 7 * 8 * length**2 / 2 * 256 / attention_s / 1e12
-        * (length + SYSTEMS[base].attention_ramp_tokens) / length,
+        * (length + SYSTEMS[base].attention_ramp_tokens) / length / CUDNN_ATTENTION,
     }  # fmt: skip
     if is_gpu:
         measured["memory_gib"] = int(torch.cuda.mem_get_info(device)[1] / 2**30)

@@ -288,7 +288,10 @@ def _add_experts(
         work[FORWARD]["other kernels"] += system.move_s(3 * routed * wide / 2)
         work[INPUT]["other kernels"] += system.move_s(3 * routed * wide / 2)
     if config.run.cuda_graph_impl == "none":
-        work[FORWARD]["host waits"] += 1e-3 * system.expert_sync_ms
+        # For the rows of each expert, and for what expert ranks exchange.
+        exchanges = ep > 1 and moe.moe_token_dispatcher_type != "symmetric"
+        exchanges &= not moe.moe_expert_rows_limit
+        work[FORWARD]["host waits"] += 1e-3 * system.expert_sync_ms * (1 + exchanges)
     if ep > 1:
         seconds = _exchange_s(config, rows // stream, system)
         hidden = 0.0

@@ -46,6 +46,7 @@ def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
     longest = max(row.step.total for row in rows)
     fullest = max(memory_gib, *(row.memory.total / GIB for row in rows))
     right = _LEFT + _WIDTH + _GAP
+    limit = right + memory_gib / fullest * _WIDTH
     width, height = right + _WIDTH + 60, _TOP + _ROW * len(rows) + 86
     parts = [
         (
@@ -71,11 +72,10 @@ def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
         )
         held = _memory_parts(row)
         parts += _bar(held, _MEMORY, right, y, _WIDTH / fullest, "GiB")
-        parts.append(
-            f'<text x="{right + sum(held.values()) / fullest * _WIDTH + 4:.0f}" y="{y + 15}">'
-            f"{sum(held.values()):.0f}</text>"
-        )
-    limit = right + memory_gib / fullest * _WIDTH
+        x = right + sum(held.values()) / fullest * _WIDTH + 4
+        if x < limit + 4 < x + 30:  # the line of the limit would cross the number
+            x = limit + 4
+        parts.append(f'<text x="{x:.0f}" y="{y + 15}">{sum(held.values()):.0f}</text>')
     bottom = _TOP + _ROW * len(rows)
     parts.append(
         f'<line x1="{limit:.1f}" y1="{_TOP - 6}" x2="{limit:.1f}" y2="{bottom}" '
@@ -117,14 +117,14 @@ def _bar(
 
 
 def _legend(names: Sequence[str], colours: Mapping[str, str], left: int, y: int) -> list[str]:
-    parts, x = [], left
+    parts, x = [], float(left)
     for name in names:
-        step = 24 + 6 * len(name)
+        step = 30 + 6.5 * len(name)  # of 11 px, with letters as wide as m
         if x + step > left + _WIDTH + 40:
             x, y = left, y + 17
         parts.append(
-            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colours[name]}"/>'
-            f'<text x="{x + 14}" y="{y}">{name}</text>'
+            f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colours[name]}"/>'
+            f'<text x="{x + 14:.0f}" y="{y}">{name}</text>'
         )
         x += step
     return parts

@@ -3,7 +3,8 @@
 Shipped constants hold for H100, H200, A100 and B200. Those of the H200 were measured with this
 repository's benchmarks (``kernels-h200.json``, ``collectives-h200-x4.json``,
 ``collectives-beside-gemms-h200-x4.json`` and the splits of training steps in
-``benchmarks/results``); the others scale them by data sheets, as ``source`` tells.
+``benchmarks/results``), those of the H100 by ``plan --calibrate``; the others scale them by
+data sheets, as ``source`` tells.
 ``mcore-train plan --calibrate`` measures a host and writes the same fields as ``system.toml``.
 """
 
@@ -14,6 +15,8 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Literal
 
+CUDNN_ATTENTION = 0.885
+"""Rate of cuDNN's attention over flash-attn-4's, as measured on an H200."""
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
@@ -62,8 +65,8 @@ class System:
     host_layer_ms: float = 3.2
     """Python and kernel launches of a dense layer, forward and backward, without graphs."""
     expert_sync_ms: float = 1.2
-    """Of a layer of experts without graphs: the host waits for how many rows each expert has,
-    and the device for the host's next launches."""
+    """Of one wait in a layer of experts without graphs: the host waits for how many rows each
+    expert has, or what expert ranks exchange, and the device for the host's next launches."""
     kernel_us: float = 2.5
     """From the end of one small kernel to the full rate of the next."""
     step_overhead_ms: float = 5.0
@@ -151,10 +154,10 @@ class System:
         return turns * (max(local, remote) + latency * 1e-6)
 
     def without_flash_attn_4(self) -> "System":
-        """Return the system whose attention is cuDNN's: 0.885 of flash-attn-4 as measured."""
+        """Return the system whose attention is cuDNN's."""
         return replace(
             self,
-            attention_tflops=0.885 * self.attention_tflops,
+            attention_tflops=CUDNN_ATTENTION * self.attention_tflops,
             name=f"{self.name} without flash-attn-4",
         )
 
@@ -172,16 +175,21 @@ _H200 = System(
     link_gb_s=328,
     host_gb_s=47,
 )
-_FASTER_MEMORY = 3350 / 4800
-
 SYSTEMS: Mapping[str, System] = {
     "h200": _H200,
     "h100": replace(
         _H200,
         name="h100",
-        source="h200's, with the memory of NVIDIA's H100 SXM data sheet (80 GB at 3.35 TB/s)",
+        source="measured by plan --calibrate on an H100 SXM 700 W, torch 2.11: GEMM, copy, "
+        "host link, attention by torch's kernel, which has 0.885 of flash-attn-4's rate; links "
+        "and fp8 over bf16 are the H200's",
         memory_gib=79,
-        memory_gb_s=round(4200 * _FASTER_MEMORY),
+        gemm_tflops=622,
+        burst_tflops=711,
+        fp8_tflops=1131,
+        attention_tflops=506,
+        memory_gb_s=2680,
+        host_gb_s=52,
     ),
     "a100": replace(
         _H200,

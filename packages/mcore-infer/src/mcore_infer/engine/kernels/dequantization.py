@@ -2,8 +2,8 @@
 
 With ``IS_PACKED``, integer instructions turn the four codes of a 32-bit register into two
 registers of two bfloat16 numbers: two instructions an element. The hardware's fp8 casts have a
-fraction of that throughput. Without it, plain Triton decodes each element, for other dtypes and
-for Triton's interpreter. Imported only if tensors are on a GPU.
+fraction of that throughput. Without ``IS_PACKED``, plain Triton decodes each element, for other
+dtypes and for Triton's interpreter. Imported only if tensors are on a GPU.
 """
 
 from typing import no_type_check

@@ -1,7 +1,7 @@
 """Triton kernel of decoding with multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-The cache holds one vector a token, a latent part and a rotated key, which all heads read. It is
-loaded once for a block of heads and serves as a key (both parts) and as a value (the latent
+The cache has one vector a token, a latent part and a rotated key, which all heads read. The
+vector is loaded once for a block of heads; it is the key (both parts) and the value (the latent
 part). Splits are those of ``paged_attention``; the grid does not depend on lengths. Imported
 only if tensors are on a GPU.
 """
@@ -43,10 +43,12 @@ def _attend_latent(
     begin, end = _keys_of_split(length, 0, split, KEYS, SPLITS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head, lane, more = head < N, tl.arange(0, LATENT), tl.arange(0, ROTATED)
-    own = q + (request * N + head[:, None]) * H
-    query = tl.load(own + lane[None, :], mask=is_head[:, None] & (lane < J)[None, :], other=0.0)
+    queries = q + (request * N + head[:, None]) * H
+    query = tl.load(
+        queries + lane[None, :], mask=is_head[:, None] & (lane < J)[None, :], other=0.0
+    )
     inside = is_head[:, None] & (more < H - J)[None, :]
-    rotated_query = tl.load(own + J + more[None, :], mask=inside, other=0.0)
+    rotated_query = tl.load(queries + J + more[None, :], mask=inside, other=0.0)
     top, total, mixed = _nothing(sums, head, is_head, split, HEADS, LATENT, HAS_SINKS=False)
     for start in range(begin, end, KEYS):
         is_seen = (start + tl.arange(0, KEYS) < end)[:, None]
@@ -75,7 +77,7 @@ def latent_decode(
     lengths: Int[Tensor, " R"],
     value_dim: int,
 ) -> Float[Tensor, "R N J"]:
-    """Attend with one query of each request to all its keys, the last one included.
+    """Attend with one query of each request to all its keys, including the last.
 
     Never waits for the device, and the launch depends on shapes alone: a CUDA graph may hold
     it.

@@ -36,7 +36,7 @@ def _first_seen(length, window, chunk):
 @triton.jit
 @no_type_check
 def _keys_of_split(length, seen, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    # The first key of a split and the one behind its last; a split may be empty.
+    # The first key of a split, and one past its last; a split may be empty.
     first = seen // KEYS * KEYS
     size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     begin = first + split * size
@@ -188,11 +188,12 @@ def _attend(
     query = tl.load(q + at_query, mask=inside, other=0.0)
     top, total, mixed = _nothing(sinks, head, row < N // G, split, HEADS, LANES, HAS_SINKS)
     for start in range(begin, end, KEYS):
+        # ``place``: positions of a tile of keys; ``at``: their rows in the cache, by group.
         place = start + tl.arange(0, KEYS)
         is_key = place < end
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
         is_seen = is_key & (place >= first_seen)
-        # Pages behind the window may belong to another request and are not read.
+        # Pages before the window may belong to another request and are not read.
         key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
         if HAS_CAP:  # tanh(x) = 2 * sigmoid(2 x) - 1
@@ -251,16 +252,16 @@ def paged_decode(
         q: queries; R requests.
         k: the last key of each request.
         v: the last value of each request.
-        keys: in pages of Z tokens; changed.
-        values: in the same pages; changed.
-        tables: pages of each request, in order; at least those of its keys that are seen.
-        lengths: keys of each request, the new one included.
-        window: earlier keys that a query sees besides its own; -1: all.
-        chunk: see ``attend`` of mcore-models, as for the next two.
-        softcap: of the scores.
-        sinks: of the heads.
-        scale: of the scores; None: 1/sqrt(H).
-        kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
+        keys: in pages of Z tokens; written to.
+        values: in the same pages; written to.
+        tables: pages of each request, in order; at least those of the keys in its window.
+        lengths: keys of each request, including the new one.
+        window: earlier keys that a query attends to; -1: all.
+        chunk: keys of a chunk, outside of which nothing is attended to; 0: no chunks.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: no cap.
+        sinks: a logit of each head that adds to the softmax's sum.
+        scale: factor on the scores; None: 1/sqrt(H).
+        kv_scales: factors on keys and values in e4m3; None: they have the dtype of ``q``.
     """
     (R, N, H), G = q.shape, keys.shape[2]
     splits = num_splits(R * G)
@@ -352,20 +353,20 @@ def decode_trial(
     lengths = torch.tensor([70, 1, 96], device=device)
     places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
     sinks = wave(2 * group, device=device, dtype=torch.float32).abs()
-    known = {"scale": 0.2, "chunk": 48, "softcap": 2.0, "sinks": sinks}
-    more = {name: known[name] for name in rules}
+    values_of = {"scale": 0.2, "chunk": 48, "softcap": 2.0, "sinks": sinks}
+    options = {name: values_of[name] for name in rules}
     pairs = []
-    for window in (-1,) if "chunk" in more else (-1, 40):
-        own_keys, own_values = keys.clone(), values.clone()
-        new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = decode(*new, window=window, kv_scales=scales, **more)
+    for window in (-1,) if "chunk" in options else (-1, 40):
+        kernel_keys, kernel_values = keys.clone(), values.clone()
+        new: Any = (q, k, v, kernel_keys, kernel_values, tables, lengths)
+        got = decode(*new, window=window, kv_scales=scales, **options)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
-        want = reference_decode(*seen, window=window, kv_scales=scales, **more)
-        pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
+        want = reference_decode(*seen, window=window, kv_scales=scales, **options)
+        pairs += [(got, want), (kernel_keys, keys.clone()), (kernel_values, values.clone())]
     return pairs
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), decode_trial)
-"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and
+"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and the
 names of the options of ``attend`` that the model sets."""

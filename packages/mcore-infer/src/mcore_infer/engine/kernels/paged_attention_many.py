@@ -1,8 +1,7 @@
 """Gluon kernel of paged decoding for many requests: one warp reads all keys of a head group.
 
 With hundreds of programs the keys need no splits. The limits are then the bytes in flight and
-the instructions for each byte, so that the kernel is written in Gluon, Triton's language of
-explicit
+the instructions for each byte. So the kernel is written in Gluon, Triton's language of explicit
 layouts: asynchronous copies load tiles of keys and values ahead of their use, and one warp
 moves them from shared memory to tensor core operands without a barrier between warps. fp8 codes
 are loaded in pairs; the two bytes become two bfloat16 operands in registers. Imported by the
@@ -87,8 +86,8 @@ def _copy_tile(
     keys, values, held_keys, held_values, stage, page, start, length, group,
     G: gl.constexpr, Z: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    # Copies one tile of keys and values. Rows behind the end become 0: the memory there may
-    # hold another request's NaN.
+    # Copies one tile of keys and values. Rows after the end become 0: the memory there may be
+    # another request's NaN.
     row = gl.arange(0, KEYS, gl.SliceLayout(1, _copied(C)))
     column = gl.arange(0, C, gl.SliceLayout(0, _copied(C)))
     at = group * HELD + row[:, None] * (G * HELD) + column[None, :]
@@ -113,11 +112,11 @@ def _queries(
     channel = gl.arange(0, C, gl.SliceLayout(1, flat))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, flat))
     inside = (head < num_heads)[None, :] & (channel < HELD)[:, None]
-    own = q + head[None, :] * H + STEP * channel[:, None]
-    even = gl.convert_layout(gl.load(own, mask=inside, other=0.0), layout)
+    at = q + head[None, :] * H + STEP * channel[:, None]
+    even = gl.convert_layout(gl.load(at, mask=inside, other=0.0), layout)
     odd = even
     if STEP == 2:
-        odd = gl.convert_layout(gl.load(own + 1, mask=inside, other=0.0), layout)
+        odd = gl.convert_layout(gl.load(at + 1, mask=inside, other=0.0), layout)
     return even, odd
 
 
@@ -221,7 +220,7 @@ def _attended(
     top = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     page = gl.load(table + gl.minimum(begin + (STAGES - 1) * KEYS, last) // Z)
     for i in range(gl.cdiv(last + 1 - begin, KEYS)):
-        # Wait for this tile, then start the copy that takes the place of the previous tile.
+        # Wait for this tile, then start the copy that overwrites the previous tile.
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
         stage, ahead = (i + STAGES - 1) % STAGES, begin + (i + STAGES - 1) * KEYS

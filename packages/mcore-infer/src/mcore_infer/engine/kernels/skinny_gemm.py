@@ -4,7 +4,7 @@ In decoding a GEMM has one row for each request, and its time is that of reading
 16 bits, or as 8-bit and 4-bit codes that are decoded in registers. Each program multiplies some
 rows of the weight with all rows of the input, so that outputs fill the taller side of the
 tensor cores' tiles. If programs are few, several share a row of the weight (splits); the last
-one to finish adds their sums, always in the same order. Imported only if tensors are on a GPU.
+to finish adds the sums of all, always in the same order. Imported only if tensors are on a GPU.
 """
 
 from collections.abc import Iterator
@@ -203,8 +203,8 @@ def few_rows_linear(
         code: format of the codes; empty: the weight has the dtype of ``x``.
         group: outputs and inputs that share a scale; 0: all.
         tile: None: the first of ``tiles_for``.
-        counters: ``NUM_COUNTERS`` zeros for tiles with splits, zero again afterwards; not to be
-            shared with a concurrent call. None: allocated here.
+        counters: ``NUM_COUNTERS`` zeros for tiles with splits; reset to zero. Concurrent calls
+            must not share them. None: allocated here.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     num_rows, D = rows.shape
@@ -260,17 +260,17 @@ def _trial(
         weight = (weight * wave(features, 1, device=device, dtype=torch.float32).exp()).to(
             dtype
         )
-        held, scales, wide = weight, None, weight
+        stored, scales, wide = weight, None, weight
         if code:
             if group[1] and channels % group[1]:
                 continue
-            held, scales, wide = in_codes(weight, code, group)
+            stored, scales, wide = in_codes(weight, code, group)
         for splits in (1, 2):
-            shape = (held.shape[0], held.shape[1])
+            shape = (stored.shape[0], stored.shape[1])
             tile = tiles_for(num_rows, code, shape, x.element_size())[0]
             tile = tile._replace(splits=splits)
             yield (
-                few_rows_linear(x, held, scales, code=code, group=group, tile=tile),
+                few_rows_linear(x, stored, scales, code=code, group=group, tile=tile),
                 x.double() @ wide.double().t(),
             )
 
@@ -279,7 +279,7 @@ def in_codes(
     weight: Tensor, code: str, group: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a weight; return its codes, their scales, and the decoded numbers."""
-    layout = next(one for one in LAYOUTS.values() if one.code == code)
+    layout = next(layout for layout in LAYOUTS.values() if layout.code == code)
     layout = QuantLayout(algo="", code=layout.code, group=group)
     scales = layout.scales(weight)
     packed = layout.packed(layout.quantized(weight, scales))
@@ -287,4 +287,4 @@ def in_codes(
 
 
 FEW_ROWS_KERNEL = OptionalKernel("the GEMM of few rows", ("triton",), _trial)
-"""Kind: dtype; of codes also their format and the sizes of a group."""
+"""Kind: dtype; for codes also their format and the sizes of a group."""

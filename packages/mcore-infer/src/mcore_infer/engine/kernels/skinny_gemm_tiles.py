@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 MOST_ROWS = 64
-"""Rows of an input that ``few_rows_linear`` takes."""
+"""Most rows of the input of ``few_rows_linear``."""
 SHARED_BYTES = 227 * 2**10
 """Shared memory of a program on an H100 or H200."""
 NUM_COUNTERS = 4096
@@ -14,11 +14,11 @@ class Tile(NamedTuple):
     """Tile sizes of one program."""
 
     outs: int
-    """Rows of the weight's memory at once."""
+    """Rows of the weight's memory that a program reads together."""
     step: int
-    """Elements of such a row at once."""
+    """Elements of each of these rows in one step."""
     stages: int
-    """Steps in flight from memory."""
+    """Steps whose loads are in flight."""
     warps: int
     splits: int = 1
     """Programs that share a row."""
@@ -26,9 +26,10 @@ class Tile(NamedTuple):
     def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
         """Return the shared memory of the steps in flight; inputs have ``itemsize`` bytes."""
         rows = max(8, 1 << (num_rows - 1).bit_length())
-        held = self.outs if code else self.outs * itemsize
-        given = 3 * rows if code == "e2m1" else rows  # even and odd ones, and one to mix them
-        return self.stages * self.step * (held + given * itemsize)
+        weight_bytes = self.outs if code else self.outs * itemsize
+        # e2m1: even inputs, odd inputs, and a buffer to separate them.
+        num_inputs = 3 * rows if code == "e2m1" else rows
+        return self.stages * self.step * (weight_bytes + num_inputs * itemsize)
 
 
 _TILES = {
@@ -76,11 +77,11 @@ def tiles_for(
         itemsize: bytes of a number of the input.
     """
     kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)
-    found = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
+    tiles = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
     fitting = [
-        one
-        for one in found
-        if (one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS)
-        and one.shared_bytes(num_rows, code, itemsize) <= SHARED_BYTES
+        tile
+        for tile in tiles
+        if (tile.splits == 1 or shape[0] <= tile.outs * NUM_COUNTERS)
+        and tile.shared_bytes(num_rows, code, itemsize) <= SHARED_BYTES
     ]
     return fitting or [_SMALL]

@@ -2,8 +2,8 @@
 
 Between separate kernels the memory is idle while one ends and the next begins. The persistent
 blocks of ``whole_step.cu`` copy the weights of the next phase while they wait for each other.
-Embedding, last norm and head are torch's. NVRTC, which torch brings, compiles the kernel for
-the sizes of a model. Imported only if tensors are on a GPU.
+Embedding, last norm and head run in torch. NVRTC, a dependency of torch, compiles the kernel
+for the sizes of a model. Imported only if tensors are on a GPU.
 """
 
 import ctypes
@@ -102,16 +102,13 @@ class WholeStep:
     """Runs the decoding steps of one size of batch with the kernel."""
 
     def __init__(self, model: GPT, cache: PagedCache, inputs: DecodeTensors) -> None:
-        """Compile the kernel for the rows of ``inputs``.
-
-        Every layer of the cache is allocated.
-        """
+        """Compile the kernel for the rows of ``inputs``; the cache must be allocated."""
         self.model, self.inputs = model, inputs
         device = inputs.tokens.device
         sizes = _sizes(model, cache, inputs)
         capability = "".join(map(str, torch.cuda.get_device_capability(device)))
         stages = sizes["STAGES"] * _STAGE_BYTES
-        self._kernel = _Kernel(compiled(sizes, capability), stages + _shared_beside(sizes))
+        self._kernel = _Kernel(compiled(sizes, capability), stages + _other_shared_bytes(sizes))
         self._num_blocks = _num_blocks(device)
         rows, F, N, G, H = (sizes[name] for name in ("ROWS", "F", "HEADS", "GROUPS", "H"))
         like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -124,10 +121,7 @@ class WholeStep:
         self._layers = torch.tensor(layers, dtype=torch.int64).to(device)
 
     def hidden(self) -> Float[Tensor, "R 1 D"]:
-        """Return the hidden state after each token of the inputs.
-
-        Never waits for the device.
-        """
+        """Return the hidden state after each token of the inputs; the host does not wait."""
         inputs, model = self.inputs, self.model
         x = model.embedded(inputs.tokens, inputs.positions).contiguous()
         rotary = build_rotary(model.config, inputs.positions, x.dtype)
@@ -155,8 +149,8 @@ class _Kernel:
 
     def __call__(self, blocks: int, threads: int, *numbers: int) -> None:
         """Launch on the current stream, cooperatively: the blocks wait for each other."""
-        given = (ctypes.c_int64 * len(numbers))(*numbers)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+        structure = (ctypes.c_int64 * len(numbers))(*numbers)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
         _checked(
             self._driver.cuLaunchCooperativeKernel(
                 self._function,
@@ -168,10 +162,10 @@ class _Kernel:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    failure, *found = result
+    failure, *values = result
     if failure:
         raise RuntimeError(f"CUDA's driver refused the kernel of whole steps: {failure.name}")
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 def compiled(sizes: Mapping[str, int | float], capability: str) -> bytes:
@@ -215,15 +209,12 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "OFFSET": float(config.apply_layernorm_1p),
         "SCALE": float(block.attention.score_scale or head_dim(config) ** -0.5),
     }
-    room = _SHARED_BYTES - _shared_beside(sizes)
+    room = _SHARED_BYTES - _other_shared_bytes(sizes)
     return {**sizes, "STAGES": min(_MOST_STAGES, room // _STAGE_BYTES)}
 
 
-def _shared_beside(sizes: Mapping[str, Any]) -> int:
-    """Return the bytes of shared memory besides the ring.
-
-    Sums, and inputs or attention's parts.
-    """
+def _other_shared_bytes(sizes: Mapping[str, Any]) -> int:
+    """Return the bytes of sums, and of inputs or attention's parts, in shared memory."""
     N, G, H = (sizes[name] for name in ("HEADS", "GROUPS", "H"))
     inputs = sizes["ROWS"] * (2 * max(sizes["D"], sizes["F"], N * H) + 64)
     mixed = 16 * (H + 8) + 4 * _WARPS * (N // G) * (H + 2)
@@ -262,7 +253,7 @@ def computes(model: GPT, cache: PagedCache) -> bool:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether hooks or an instance's own ``forward`` change the module, as adapters do."""
+    """Whether hooks or a replaced ``forward`` change the module, as adapters do."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
@@ -294,7 +285,7 @@ def _kind(linear: Any) -> tuple[str, int] | None:
 
 
 def _matrix(linear: Any) -> tuple[Tensor, Tensor | None, int]:
-    """Return a linear's weight or codes, their scales, and outputs that share one; 0: all."""
+    """Return a linear's weight or codes, the scales, and outputs that share a scale; 0: all."""
     kind = _kind(linear)
     if kind is None or not kind[0]:
         return linear.weight, None, 0
@@ -369,7 +360,7 @@ def _to_codes(model: GPT, tall: int) -> None:
     """Quantize the linears of a model to e4m3, in place."""
     from mcore_infer.engine.kernels.skinny_gemm import in_codes
 
-    layout = next(one for one in LAYOUTS.values() if one.code == "e4m3")
+    layout = next(layout for layout in LAYOUTS.values() if layout.code == "e4m3")
     for block in _blocks(model):
         for linear in _linears(block):
             packed, scales, _ = in_codes(linear.weight, "e4m3", (tall, 0))
@@ -380,4 +371,4 @@ WHOLE_STEP_KERNEL = OptionalKernel(
     "the kernel of whole decoding steps", ("cuda-bindings",), _trial
 )
 """Kind: channels of a head, whether weights are in e4m3, outputs that share a scale, whether
-queries and keys have norms, whether rows may be of one request."""
+queries and keys have norms, whether rows may belong to one request."""
