@@ -135,7 +135,7 @@ def perplexity_with_rounded_inputs(folder, scored, monkeypatch):
         monkeypatch.setattr(experts, name, rounding)
     loaded = load_model(folder, ParallelContext.single("cpu"), keep_codes=False)
     for path, module in linears(loaded.model).items():
-        if path.startswith("layers"):
+        if path.startswith("blocks"):
             module.register_forward_pre_hook(
                 lambda _, args: (round_by_groups(args[0]), *args[1:])
             )
