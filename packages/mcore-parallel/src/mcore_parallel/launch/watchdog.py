@@ -436,10 +436,15 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
         is_on_device = stack and "torch/cuda/" in stack[0][0].f_code.co_filename
         where = f"{WAITING} at" if is_on_device else "at"
         return f"{where} {_line(*(own or stack)[0])}" if stack else "nowhere"
-    named = [i for i in inside if _axis_of(stack[i][0]) is not None]
+    # The collective rather than the ``wait`` inside of it, unless ``wait`` was called alone.
+    named = [
+        i
+        for i in inside
+        if _axis_of(stack[i][0]) is not None and stack[i][0].f_code.co_name != "wait"
+    ]
     frame = stack[(named or inside)[0]][0]
     outside = _outside(stack[inside[0] :])
-    # A frame in ``wait`` has no axis; its caller usually has one.
+    # A frame in ``wait`` may have no axis; its caller usually has one.
     axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
     site = f" at {_site(outside)}" if outside else ""
@@ -462,7 +467,7 @@ def _axis_of(frame: FrameType) -> Any:
     """Return the local ``axis`` of a frame, or ``self.axis``; None: neither exists."""
     names = frame.f_locals
     axis = names.get("axis", getattr(names.get("self"), "axis", None))
-    return axis if hasattr(axis, "ranks") else None
+    return axis if len(getattr(axis, "ranks", ())) > 1 else None
 
 
 def _communicates(frame: FrameType) -> bool:
