@@ -73,7 +73,8 @@ def cut_rows(batch: Batch, length: int) -> Batch:
     """Cut the packed rows of a batch into pieces that do not see each other.
 
     Args:
-        batch: with position_ids and cu_seqlens; returned as it is if its rows are no longer than ``length``.
+        batch: with position_ids and cu_seqlens; returned as it is if no row is longer than
+            ``length``.
         length: of a piece; the last of a row may be shorter.
     """
     positions = batch.get("position_ids")
