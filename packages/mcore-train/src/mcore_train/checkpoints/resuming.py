@@ -372,8 +372,8 @@ def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
             log.warning(
                 "the run was to read %d samples and is to read %d now, %s %.2g times: the "
                 "order of several epochs depends on that number, so from step %d on some "
-                "samples repeat and some are skipped. Give the former --train-iters, or give the data "
-                "by --data-mixture-path, where each epoch has an order of its own.",
+                "samples repeat and some are skipped. Give the former --train-iters, or give "
+                "the data by --data-mixture-path, where each epoch has an order of its own.",
                 *(then, now, share.prefix or "mock data", epochs, run.progress.iteration + 1),
             )
 
