@@ -25,7 +25,7 @@ RUNS = {
     "Mamba-2, 2.7B, 16 of 64 layers": "mamba2-2.7b-16-layers-h200",
     "Llama-3-8B": "llama-3-8b-h200-x4-dp4-gbs16",
     "Llama-3-8B, fp8": "llama-3-8b-h200-x4-dp-fp8",
-    "Llama-3-8B, one text of 262 144 tokens": "llama-3-8b-262k-h200-x2-cp",
+    "Llama-3-8B, 262 144 tokens": "llama-3-8b-262k-h200-x2-cp",
     "Llama-2-13B": "llama-2-13b-h200-x2-zero3",
     "30B (60 layers of 6656)": "llama-30b-h200-x4-zero3",
     "Llama-3-70B": "llama-70b-h200-x4-zero3-bf16-states",
@@ -143,7 +143,8 @@ def render() -> str:
     ]
     lines += [
         f"| [{run.model}](../benchmarks/results/{run.name}.json) | {run.num_gpus} "
-        f"| {run.layout} | {run.tokens_per_s:,.0f} | {run.tflops:.0f} | {run.mfu:.1%} | {run.peak_gib:.1f} |"
+        f"| {run.layout} | {run.tokens_per_s:,.0f} | {run.tflops:.0f} | {run.mfu:.1%} "
+        f"| {run.peak_gib:.1f} |"
         for run in measured_runs()
     ]
     lines += [
