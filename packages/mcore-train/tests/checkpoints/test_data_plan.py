@@ -80,10 +80,10 @@ def train_and_watch(monkeypatch, run, **options):
     seen = {}
     original = loop.train_step
 
-    def watched(run, batches, *arguments):
+    def watched(run, batches, *arguments, **options):
         rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
         seen[run.progress.iteration + 1] = rows
-        return original(run, batches, *arguments)
+        return original(run, batches, *arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", watched)
     train(run, Reporter(None), **options)
