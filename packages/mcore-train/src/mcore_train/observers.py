@@ -146,6 +146,7 @@ class RunObservers:
 
     def _report_waterfall(self, mfu: float) -> None:
         waterfall = self._step_watch.report()
+        self._stragglers.add_work(waterfall.iteration, waterfall.work_scores)
         if self.reporter.is_active:
             device = self._run.ctx.device
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
