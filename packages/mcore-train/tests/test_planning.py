@@ -95,8 +95,9 @@ def test_the_optimizer_has_its_own_time():
         step(f"{flags} --optimizer {name}", 1).parts["optimizer"]
         for name in ("adam", "muon", "sgd")
     )
-    # Measured on one H200: 325 ms for the matrices; the estimate is 22 % shorter.
-    assert muon - adam == pytest.approx(0.325, rel=0.25)
+    # optimizers-llama-3-8b-8-layers-h200
+    assert muon == pytest.approx(0.325, rel=0.2)
+    assert adam == pytest.approx(0.0204, rel=0.25)
     assert sgd < adam
     # The ranks of a stage share its matrices; copies of tensor ranks are computed by each.
     shared = step(f"{flags} --optimizer muon --tensor-model-parallel-size 2", 2)
