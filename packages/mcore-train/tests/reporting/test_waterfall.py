@@ -163,12 +163,14 @@ def planted_faults(folder):
     slow = replace(run.datasets, train=SlowData(run.datasets.train))
     found["loader"] = rows_of(replace(run, datasets=slow), folder / "loader.jsonl")
 
-    run = build(2)
-    if run.ctx.global_rank == 1:
-        run.chunks[0].register_forward_pre_hook(pause)
     handler = Texts()
     logging.getLogger("mcore_train.guards.stragglers").addHandler(handler)
-    found["slow rank"] = rows_of(run, folder / "rank.jsonl")
+    for is_on in (False, True):  # the waterfall alone names no rank of a CPU
+        run = build(2, **({"log_straggler": True, "straggler_interval": 100} if is_on else {}))
+        if run.ctx.global_rank == 1:
+            run.chunks[0].register_forward_pre_hook(pause)
+        found["slow rank"] = rows_of(run, folder / f"rank{is_on}.jsonl")
+        assert bool(handler.texts) is is_on
     logging.getLogger("mcore_train.guards.stragglers").removeHandler(handler)
     found["named"] = handler.texts
 

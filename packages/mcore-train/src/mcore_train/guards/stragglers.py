@@ -133,7 +133,7 @@ class StragglerWatch:
     """
 
     def __init__(self, ctx: ParallelContext, config: WatchConfig, reporter: Reporter) -> None:
-        """Gather the hosts' names; without ``--log-straggler`` only ``add_work`` has an effect.
+        """Gather the hosts' names; without ``--log-straggler`` only ``add_work`` may act.
 
         Args:
             ctx: of all ranks.
@@ -155,8 +155,13 @@ class StragglerWatch:
         self.slow_ranks = SlowRanks([name for name, _ in hosts], config.straggler_threshold)
 
     def add_work(self, step: int, scores: Sequence[float]) -> None:
-        """Judge the ranks' own work in one step, as the waterfall scores it."""
-        self.slow_ranks.add(step, {"step": scores})
+        """Judge the ranks' own work in one step, as the waterfall scores it.
+
+        Without ``--log-straggler`` only work of GPUs is judged: on a CPU other processes on the
+        host make single steps slow.
+        """
+        if self.is_on or self._ctx.device.type == "cuda":
+            self.slow_ranks.add(step, {"step": scores})
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Pass batches on, and time the waits for them."""
