@@ -47,8 +47,8 @@ def train(
         reporter: where reports go; entered and left by the caller.
         until: step to end after, before the plan's end; 0: the plan's end.
         on_report: also gets every report, on all ranks.
-        watch: is told of each step, so that it finds hangs.
-        sections: are told of steps and saves, for the monitors of ft_launcher.
+        watch: finds hangs by the times of steps.
+        sections: report steps and saves to the monitors of ft_launcher.
 
     Returns:
         True if all steps were done, of which --eval-only has none; False if a signal or a time

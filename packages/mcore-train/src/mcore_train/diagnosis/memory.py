@@ -1,4 +1,4 @@
-"""GPU memory of a rank by tensor classes: torch's snapshot, printed beside the plan.
+"""GPU memory of a rank by tensor classes: torch's snapshot, compared with the plan.
 
 Out of memory, ``MemoryHistory`` logs a record that ``triage`` reads. With
 ``--record-memory-history`` it writes torch's snapshot, which pytorch.org/memory_viz opens, and
