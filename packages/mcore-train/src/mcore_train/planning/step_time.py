@@ -254,7 +254,7 @@ buffers and casts to and from float32, as measured on the 8B on 2 GPUs."""
 def _add_gathers(
     layers: Work, shape: ModelShape, config: TrainConfig, world_size: int, system: System
 ) -> None:
-    """Add a fully sharded layer's gathers and scatters, as far as compute does not hide them."""
+    """Add a fully sharded layer's gathers and scatters that compute does not hide."""
     parallel, data = config.parallelism, config.data_parallelism
     tp = parallel.tensor_model_parallel_size
     ranks = world_size // tp // parallel.pipeline_model_parallel_size

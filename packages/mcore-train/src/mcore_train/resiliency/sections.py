@@ -62,7 +62,7 @@ class Sections:
 
 
 class InProcessSections(Sections):
-    """Reports progress to the wrapper of ``--inprocess-restart``; it restarts a step that hangs.
+    """Reports progress to the wrapper of ``--inprocess-restart``, which restarts hung steps.
 
     Without these marks a running interpreter counts as progress. A save may take any time.
     """
