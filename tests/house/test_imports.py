@@ -94,6 +94,21 @@ def test_fronts_configs_and_commands_import_without_torch(package):
     assert {name for name, changed in effects.items() if changed} == set()
 
 
+def test_a_training_loop_imports_no_serving_engine_before_it_is_asked_for():
+    sources = {_module(source): source for source in package_sources("train")}
+    seen, ahead = set(), ["mcore_train.loop"]
+    while ahead:
+        if (name := ahead.pop()) in seen:
+            continue
+        seen.add(name)
+        # Imports within functions and under TYPE_CHECKING are not top-level statements.
+        for node in sources[name].tree.body if name in sources else ():
+            if isinstance(node, ast.ImportFrom):
+                ahead.append(node.module or "")
+    assert "mcore_train.assembly" in seen
+    assert not {name for name in seen if name.startswith("mcore_infer")}
+
+
 def effects_beyond_torch(modules: list[str], folder: Path) -> set[str]:
     """Return what importing changes in a process that has torch, and nothing of ours."""
     (folder / "probe.py").write_text(_PROBE)

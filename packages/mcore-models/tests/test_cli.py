@@ -67,6 +67,21 @@ def test_count_takes_a_preset_with_flags_over_it(capsys):
     assert without_attention["parameters"] == short - 41_947_136
 
 
+def test_count_takes_the_state_of_the_optimizer(capsys):
+    words = "count --model llama-3-8b --bf16 --seq-length 4096 --json --optimizer"
+    found = {}
+    for name in ("adam", "sgd", "muon", "soap"):
+        report = json.loads(run(capsys, *words.split(), name)[1])
+        found[name] = report["rank_optimizer_gib"] * 2**30
+    elements, ends = 8_030_261_248, 2 * 128256 * 4096 + 65 * 4096  # with norms, which AdamW has
+    assert found["adam"] == 12 * elements
+    assert found["sgd"] == 8 * elements
+    assert found["muon"] == 8 * elements + 4 * ends
+    # Two factors and two bases of each side up to 8192, in float32.
+    sides = 32 * ((2 * 4096**2) * 2 + 2 * (1024**2 + 4096**2) + 3 * 4096**2)
+    assert found["soap"] == 12 * elements + 8 * sides
+
+
 def test_count_of_a_frozen_model_says_what_is_trained(capsys):
     words = "count --model llama-3-8b --bf16 --seq-length 4096 --json --global-batch-size 1"
     whole = json.loads(run(capsys, *words.split())[1])

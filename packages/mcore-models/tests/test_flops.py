@@ -19,6 +19,7 @@ from mcore_models.flops import (
 )
 from mcore_models.gpt import GPT
 from mcore_models.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
+from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.presets import find_preset, load_preset
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
@@ -263,7 +264,7 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
 
     plain = on()
     moments = AdamConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    assert on(adam=moments).optimizer * 12 == plain.optimizer * 8
+    assert on(optimizer=OptimizerChoice(adam=moments)).optimizer * 12 == plain.optimizer * 8
     narrow = on(data_parallel=DataParallelConfig(grad_reduce_in_bf16=True))
     assert narrow.gradients * 2 == plain.gradients
     wide = on(weight_bytes=4)

@@ -89,6 +89,24 @@ def test_messages_of_data_ranks_hide_only_where_the_run_overlaps_them():
     assert shown.parts["dp"] > 1.8 * hidden.parts["dp"]
 
 
+def test_the_optimizer_has_its_own_time():
+    flags = "--num-layers 8 --seq-length 4096 --global-batch-size 4"
+    adam, muon, sgd = (
+        step(f"{flags} --optimizer {name}", 1).parts["optimizer"]
+        for name in ("adam", "muon", "sgd")
+    )
+    # optimizers-llama-3-8b-8-layers-h200
+    assert muon == pytest.approx(0.325, rel=0.2)
+    assert adam == pytest.approx(0.0204, rel=0.25)
+    assert sgd < adam
+    # The ranks of a stage share its matrices; copies of tensor ranks are computed by each.
+    shared = step(f"{flags} --optimizer muon --tensor-model-parallel-size 2", 2)
+    words = "--tensor-model-parallel-size 2 --muon-tp-mode duplicated"
+    copied = step(f"{flags} --optimizer muon {words}", 2)
+    longer_s = copied.parts["optimizer"] - shared.parts["optimizer"]
+    assert longer_s == pytest.approx((muon - adam) / 2, rel=0.1)
+
+
 def test_recomputation_trades_memory_for_a_forward():
     flags = "--seq-length 8192 --global-batch-size 1"
     kept, again = config_of(flags), config_of(f"{flags} --recompute-granularity full")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_base.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
 from mcore_models.config import (
@@ -23,13 +23,20 @@ from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
 from mcore_models.flops import RankBytes, num_active_parameters, num_parameters, rank_bytes
+from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.peft.config import PeftConfig, adapter_shapes
 from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
-from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.optimizers.config import (
+    AdamConfig,
+    MainWeightsConfig,
+    MuonConfig,
+    SGDConfig,
+    SoapConfig,
+)
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.rank_grid import build_grids
@@ -106,6 +113,9 @@ class CountOptions:
     bf16: bool = False
     """Weights and activations in bfloat16; main weights and optimizer in float32."""
 
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
+    """Optimizer whose state is counted."""
+
     gpu: str = ""
     """Report whether it fits a GPU, given by name, such as h100, or by memory in GiB."""
 
@@ -124,6 +134,9 @@ class CountConfig:
     data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     offloading: OffloadConfig = field(default_factory=OffloadConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
@@ -321,7 +334,13 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
             moe=model.moe,
             recomputing=config.recomputing,
             data_parallel=config.data_parallelism,
-            adam=config.adam,
+            optimizer=OptimizerChoice(
+                name=options.optimizer,
+                adam=config.adam,
+                sgd=config.sgd,
+                muon=config.muon,
+                soap=config.soap,
+            ),
             main_weights=config.main_weights,
             offload=offload,
             pipeline=config.pipeline,

@@ -33,6 +33,7 @@ from mcore_models.logical_tensors import (
 )
 from mcore_models.memory_changes import (
     CODE_BYTES,
+    OptimizerChoice,
     exchange_elements,
     fp8_bytes,
     fuller,
@@ -42,7 +43,7 @@ from mcore_models.memory_changes import (
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
-from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.optimizers.config import MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.precision.config import Fp8Config
 
@@ -52,7 +53,7 @@ ShapesOf = Callable[..., Mapping[str, tuple[int, ...]]]
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
 _WHOLE_OPTIMIZER = DataParallelConfig()
-_ADAM = AdamConfig()
+_ADAM = OptimizerChoice()
 _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
@@ -181,7 +182,7 @@ def rank_bytes(
     moe: MoEConfig = _NO_EXPERTS,
     recomputing: RecomputeConfig = _KEEP_ALL,
     data_parallel: DataParallelConfig = _WHOLE_OPTIMIZER,
-    adam: AdamConfig = _ADAM,
+    optimizer: OptimizerChoice = _ADAM,
     main_weights: MainWeightsConfig = _MAIN_WEIGHTS,
     offload: OffloadConfig = _NO_OFFLOAD,
     pipeline: PipelineConfig = _EVEN_STAGES,
@@ -190,7 +191,7 @@ def rank_bytes(
     decoder_seq_length: int = 0,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
-    """Estimate the memory of training with Adam on the rank that needs most.
+    """Estimate the memory of training on the rank that needs most.
 
     The first pipeline stage, which keeps most micro-batches, is assumed to hold the embedding
     and the most layers. Measured peaks on GPUs (``benchmarks/results``) are 1 % to 6 % higher,
@@ -207,7 +208,7 @@ def rank_bytes(
         moe: its experts.
         recomputing: what backward recomputes.
         data_parallel: state sharded over data ranks (ZeRO-1, 2 or 3), and dtype of gradients.
-        adam: dtype of its moments.
+        optimizer: decides the state of weights and matrices.
         main_weights: whether 16-bit weights have float32 main weights.
         offload: state in host memory.
         pipeline: stages on each rank.
@@ -274,9 +275,16 @@ def rank_bytes(
     # The layer in use and the one being copied stay on the GPU.
     away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
     gone = int(away * kept * passes) if offload.cpu_offloading else 0
+    matrices = optimizer.matrices(shapes)
+    in_matrices = count_elements(matrices)
+    own_in_matrices = in_matrices["layers"] // pp // tp // dense_ranks
+    own_in_matrices += in_matrices["experts"] // pp // expert_ranks // data_ranks
     state, kept_away = optimizer_bytes(
-        own, adam, main_weights, data_parallel, offload, weight_bytes
+        own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
     )
+    # All ranks of a stage share its matrices, whatever shards weights; none is split.
+    whole = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
+    state += max(sum(whole) // world_size, max(whole, default=0))
     on_disk = bool(offload.optimizer_offload_dir)
     return RankBytes(
         weights=weight_bytes * weights + casts // pp,

@@ -9,9 +9,12 @@ have a narrow dtype, or be in host memory.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
 
 from mcore_models.config import TransformerConfig
 from mcore_models.logical_tensors import expert_size, is_gated, layer_mixers
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import (
@@ -19,7 +22,14 @@ from mcore_parallel.offloading.config import (
     PIECE_BYTES,
     OffloadConfig,
 )
-from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.optimizers.config import (
+    MATRIX_OPTIMIZERS,
+    AdamConfig,
+    MainWeightsConfig,
+    MuonConfig,
+    SGDConfig,
+    SoapConfig,
+)
 from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128}
@@ -163,19 +173,55 @@ def exchange_elements(
     return (ep - 1) * config.hidden_size + (rows - topk) * inside * (limit > 0)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerChoice:
+    """An optimizer, with the options that the bytes of its state depend on."""
+
+    name: str = "adam"
+    """Choice of --optimizer."""
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
+
+    def matrices(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that a matrix optimizer updates; AdamW updates all others."""
+        if self.name not in MATRIX_OPTIMIZERS:
+            return {}
+        return {n: shape for n, shape in shapes.items() if tensor_kind(n, shape) == "matrix"}
+
+    def element_bytes(self, *, in_matrix: bool) -> int:
+        """Return the bytes of the moments of one weight, apart from its main weight."""
+        if self.name == "lion" or (in_matrix and self.name == "muon"):
+            return 4
+        if self.name == "sgd":
+            return 4 * (self.sgd.sgd_momentum > 0)
+        if in_matrix:  # SOAP keeps all of its state by matrix
+            return 0
+        kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
+        return sum(4 - 2 * (kind == "bf16") for kind in kinds)
+
+    def matrix_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes that are kept of a whole matrix where it is computed."""
+        options = self.soap if self.name == "soap" else self.muon
+        return 4 * sum(prod(state) for state in options.state_shapes(shape).values())
+
+
 def optimizer_bytes(
     own: int,
-    adam: AdamConfig,
+    own_in_matrices: int,
+    optimizer: OptimizerChoice,
     main_weights: MainWeightsConfig,
     data_parallel: DataParallelConfig,
     offload: OffloadConfig,
     weight_bytes: int,
 ) -> tuple[int, int]:
-    """Count the bytes of Adam's state, including main weights and float32 rows.
+    """Count the state of each weight: moments, main weights and float32 rows.
 
     Args:
         own: weights that the rank updates.
-        adam: dtype of its moments.
+        own_in_matrices: of these, weights in matrices of a matrix optimizer.
+        optimizer: decides the moments.
         main_weights: whether 16-bit weights have float32 main weights.
         data_parallel: whether weights are rows of float32, which stay on the device.
         offload: share in host memory, of which a few pieces pass through the device.
@@ -184,12 +230,12 @@ def optimizer_bytes(
     Returns:
         Bytes on the device, and bytes elsewhere.
     """
-    moments = sum(4 - 2 * (k == "bf16") for k in (adam.exp_avg_dtype, adam.exp_avg_sq_dtype))
+    moments = optimizer.element_bytes(in_matrix=False) * (own - own_in_matrices)
+    moments += optimizer.element_bytes(in_matrix=True) * own_in_matrices
     has_rows = data_parallel.is_fully_sharded and data_parallel.main_grads_dtype == "fp32"
     has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
-    state = moments + 4 * (has_main or has_rows)
-    travels = state - 4 * has_rows
-    gone = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * own)
-    away = travels * gone
+    state = moments + 4 * (has_main or has_rows) * own
+    movable = state - 4 * has_rows * own
+    away = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * movable)
     passing = min(away, NUM_PIECES_ON_GPU * PIECE_BYTES)
-    return state * own - away + passing, away
+    return state - away + passing, away

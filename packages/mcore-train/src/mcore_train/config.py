@@ -649,8 +649,9 @@ class WatchConfig(Options):
     straggler_interval: int = option(10, minimum=1, part_of={"log_straggler": ON})
     """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A slow
     rank is named after two."""
-    straggler_threshold: float = option(0.7, above=0, below=1, part_of={"log_straggler": ON})
-    """Rate, as a share of the median of all ranks, below which a rank is slow."""
+    straggler_threshold: float = option(0.7, above=0, below=1)
+    """Rate, as a share of the median of other ranks, below which a rank is slow; of the work in
+    a step of --waterfall-interval, and of what --log-straggler scores."""
     rerun_on_mismatch: bool = option(
         False,
         excludes={

@@ -1,9 +1,15 @@
-"""Validation: total loss over total tokens, never a mean of means."""
+"""Validation, test data, sample texts and zero-shot tasks of a run, and when each is due.
+
+A loss is the total loss over the total of tokens, never a mean of means.
+"""
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +19,13 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import final_batches, place_for, valid_batches
+from mcore_train.guards.signals import Stopped
+from mcore_train.observers import RunObservers, is_due
 from mcore_train.reporting.log import Reporter
+
+if TYPE_CHECKING:
+    from mcore_train.sample_texts import TextWriter
+    from mcore_train.zero_shot import ZeroShotTasks
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +54,93 @@ class Score:
     def bits_per_byte(self, num_bytes: int) -> float:
         """Return the code length in bits for each of the text's bytes."""
         return self.loss_sum / math.log(2) / num_bytes
+
+
+class Evaluations:
+    """All evaluations of one run, a context manager; all ranks call every method together.
+
+    Their time is not part of the step time.
+    """
+
+    def __init__(
+        self, run: Run, observers: RunObservers, between_batches: Callable[[], None]
+    ) -> None:
+        """Build nothing yet.
+
+        Args:
+            run: its weights are not changed.
+            observers: of the run; their reporter gets the scores.
+            between_batches: called between two batches or tokens; what it raises, on all ranks
+                or none, ends the evaluation.
+        """
+        self._run, self._observers, self._between_batches = run, observers, between_batches
+        self._reporter = observers.reporter
+        self._writer: TextWriter | None = None
+        self._tasks: ZeroShotTasks | None = None
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Build the serving layouts of sample texts and zero-shot tasks, if they are asked for.
+
+        Raises:
+            ValueError: if a prompt or a task's file cannot be used.
+            FileNotFoundError: if a task has no file.
+        """
+        config = self._run.plan.config
+        with ExitStack() as contexts:
+            # mcore_infer and its engine are imported only for runs that use them.
+            if config.samples.sample_interval:
+                from mcore_train.sample_texts import TextWriter
+
+                self._writer = TextWriter(self._run)
+                contexts.callback(self._writer.close)
+            if config.evaluation.eval_task_interval:
+                from mcore_train.zero_shot import ZeroShotTasks
+
+                self._tasks = ZeroShotTasks(self._run)
+                contexts.callback(self._tasks.close)
+            self._contexts = contexts.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._contexts.close()
+
+    def at_start(self) -> None:
+        """Validate before the first step; with --eval-only score the test data too."""
+        options, run = self._run.plan.config.evaluation, self._run
+        is_first = options.eval_at_start and run.progress.iteration == 0
+        if not (options.eval_only or is_first):
+            return
+        with self._observers.paused():
+            validate(run, self._reporter, self._between_batches)
+            if options.eval_only:
+                score_test_data(run, self._reporter, self._between_batches)
+
+    def after_step(self, step: int) -> None:
+        """Validate, score tasks and write texts, each if its interval divides the step."""
+        config, run = self._run.plan.config, self._run
+        if is_due(config.evaluation.interval, step):
+            with self._observers.validating():
+                validate(run, self._reporter, self._between_batches)
+        if self._tasks is not None and is_due(config.evaluation.eval_task_interval, step):
+            with self._observers.paused():
+                self._tasks.score(self._reporter)
+        if self._writer is not None and is_due(config.samples.sample_interval, step):
+            with self._observers.paused():
+                texts = self._writer.write(self._between_batches)
+                self._reporter.report_texts(step, texts)
+
+    def at_end(self, between_batches: Callable[[], None]) -> None:
+        """Score the test data after the last save, unless the run is stopped meanwhile."""
+        try:
+            score_test_data(self._run, self._reporter, between_batches)
+        except Stopped:
+            log.info("the run was stopped before the test data were scored")
 
 
 def validate(

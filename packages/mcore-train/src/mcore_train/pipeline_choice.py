@@ -14,9 +14,11 @@ from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
 from mcore_models.flops import RankBytes, count_elements, rank_bytes
+from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_moe.config import MoEConfig
 from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import MATRIX_OPTIMIZERS
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
@@ -126,7 +128,7 @@ def estimate_memory(
             moe=config.experts,
             recomputing=config.recomputation,
             data_parallel=config.data_parallelism,
-            adam=config.adam,
+            optimizer=optimizer_choice(config),
             main_weights=config.main_weights,
             offload=offload,
             pipeline=config.pipeline,
@@ -146,10 +148,22 @@ def estimate_memory(
     )
 
 
+def optimizer_choice(config: TrainConfig) -> OptimizerChoice:
+    """Return the optimizer of a run, as its memory is counted."""
+    return OptimizerChoice(
+        name=config.optimizer.optimizer,
+        adam=config.adam,
+        sgd=config.sgd,
+        muon=config.muon,
+        soap=config.soap,
+    )
+
+
 def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
     """List the logical tensors, or what they sum to by kind where single ones do not matter."""
     model, experts = config.model, without_exchange(config.experts)
-    if config.peft.peft != "none" or config.fp8.fp8_format:
+    has_matrices = config.optimizer.optimizer in MATRIX_OPTIMIZERS
+    if config.peft.peft != "none" or config.fp8.fp8_format or has_matrices:
         return _all_shapes(family, model, vocab_size, experts)
     return _summed_shapes(family, model, vocab_size, experts)
 

@@ -50,7 +50,7 @@ def run_training(
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
         tables: optimizers, fp8 recipes and data-parallel engines by option value.
-        loggers: of a program, beside those that the options name.
+        loggers: of a program, in addition to those that the options name.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -87,7 +87,7 @@ def _train_once(
         tables: see ``run_training``.
         loggers: see ``run_training``.
         store: at which ranks meet; None: the launcher's.
-        sections: are told where the run is; None: those of the options.
+        sections: report to a monitor; None: those of the options.
     """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
@@ -236,7 +236,7 @@ def build_reporter(
         with_lines: write a line for each report.
         continues_from: steps done before.
         health: as of ``Reporter``.
-        loggers: beside those of the flags.
+        loggers: in addition to those of the flags.
 
     Raises:
         ValueError: if the package of a logger is not installed.

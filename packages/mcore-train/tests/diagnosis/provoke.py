@@ -73,10 +73,10 @@ def at_step(rank: int, failing: int, step: int, act: Callable[[], None]) -> None
     """Let ``act`` run on the rank ``failing`` before its step number ``step``."""
     inner = loop.one_step
 
-    def one_step(run, batches, before_update):
-        if rank == failing and run.iteration == step:
+    def one_step(run, *arguments):
+        if rank == failing and run.progress.iteration == step:
             act()
-        return inner(run, batches, before_update)
+        return inner(run, *arguments)
 
     loop.one_step = one_step
 
@@ -243,9 +243,9 @@ def slow_steps(rank: int) -> None:
     """Make steps long enough to be interrupted."""
     inner = loop.one_step
 
-    def one_step(run, batches, before_update):
+    def one_step(run, *arguments):
         time.sleep(0.2)
-        return inner(run, batches, before_update)
+        return inner(run, *arguments)
 
     loop.one_step = one_step
 

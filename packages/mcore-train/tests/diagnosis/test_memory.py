@@ -211,3 +211,30 @@ def test_a_snapshot_of_a_gpu_has_the_bytes_of_the_run(tmp_path):
     # Earlier tests of this process may have left blocks, which no line of this history names.
     recorded = sum(table.classes.values()) - table.classes["unrecorded"]
     assert table.classes["other"] < 0.05 * recorded, table.page()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"exp_avg_dtype": "bf16"},
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "sgd_momentum": 0.0},
+        {"optimizer": "lion"},
+        {"optimizer": "muon"},
+        {"optimizer": "muon", "muon_moment2_method": "adamuon"},
+        {"optimizer": "muon", "muon_moment2_method": "normuon", "num_experts": 2},
+        {"optimizer": "soap", "soap_max_dim": 16},
+        {"optimizer": "soap", "num_query_groups": 1},
+    ],
+)
+def test_the_state_of_every_optimizer_has_the_planned_bytes(changes, bf16):
+    run = build(bf16=bf16, **changes)
+    pieces = [p.data for s in run.optimizer.named_shards().values() for p in s.pieces]
+    planned = planned_bytes(run.plan)["optimizer"]
+    assert sum(piece.nbytes for piece in pieces) == planned
+    storages = [piece.untyped_storage() for piece in pieces]
+    allocated = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    # Ranges of weights are padded to 256 bytes.
+    assert planned <= sum(allocated.values()) <= 1.1 * planned

@@ -16,7 +16,7 @@ from mcore_train.assembly import assemble
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import compose
 from mcore_train.guards import stragglers
-from mcore_train.guards.stragglers import StragglerWatch, scores
+from mcore_train.guards.stragglers import SlowRanks, StragglerWatch, scores
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import resolve
@@ -79,7 +79,9 @@ def train_with_a_slow(what, slow_ranks, metrics):
         console = Console(file=io.StringIO()) if run.ctx.global_rank == 0 else None
         with Reporter(console, metrics_file=metrics) as reporter:
             train(run, reporter)
-        return [(each.rank, each.kind, each.host, str(each)) for each in made[0].found]
+        return [
+            (each.rank, each.kind, each.host, str(each)) for each in made[0].slow_ranks.found
+        ]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,24 @@ def test_scores_are_shares_of_the_median_and_a_rank_without_a_rate_is_usual():
     assert found == {"link": [1.0, 1.0, 0.25, 1.0], "gemm": [1.0] * 4}
 
 
+def test_a_rank_is_named_only_if_two_reports_of_one_kind_in_a_row_are_low(caplog):
+    ranks = SlowRanks(["host0", "host1"], 0.7)
+    for step, by_rank in ((3, [1.0, 0.6]), (4, [1.0, 0.8]), (5, [0.6, 1.0]), (6, [1.0, 0.5])):
+        ranks.add(step, {"step": by_rank})
+        ranks.add(step, {"gemm": [1.0, 0.5 if step == 4 else 1.0]})
+        assert ranks.found == []
+    assert not caplog.records
+    ranks.add(7, {"step": [1.0, 0.4]})
+    (warning,) = caplog.messages
+    assert warning == (
+        "rank 1 on host1 computes its part of a step at 0.40 of the usual rate, since step 6"
+    )
+    ranks.add(8, {"gemm": [1.0, 1.0]})
+    assert [(each.rank, each.kind) for each in ranks.found] == [(1, "step")]
+    ranks.add(8, {"step": [1.0, 1.0]})
+    assert ranks.found == []
+
+
 def lengthened(share):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stragglers, "MOST_SHARE", share)
@@ -124,4 +144,4 @@ def lengthened(share):
 def test_reports_become_rarer_until_they_cost_little():
     first, other = run_ranks(lengthened, 2, 0.003)
     assert first == other > 1
-    assert run_ranks(lengthened, 2, 10.0) == [1, 1]
+    assert run_ranks(lengthened, 2, 1e9) == [1, 1]

@@ -46,7 +46,6 @@ def fall(noise=0.0, num_noises=9, slow_rank=-1, **shares):
         ("communication", fall(exposed_dp=0.29), fall(exposed_dp=0.31)),
         ("utilisation", fall(host=0.19), fall(host=0.21)),
         ("gradient noise", fall(noise=0.9), fall(noise=1.1)),
-        ("slow rank", fall(), fall(slow_rank=2)),
     ],
 )
 def test_a_bound_that_is_crossed_gives_one_alarm(name, well, crossed):
@@ -54,6 +53,10 @@ def test_a_bound_that_is_crossed_gives_one_alarm(name, well, crossed):
     (alarm,) = find_alarms(plan_of(), crossed, 0.45)
     assert alarm.name == name
     assert alarm.gain
+
+
+def test_waits_for_a_slow_rank_are_no_alarm_about_communication():
+    assert find_alarms(plan_of(), fall(exposed_dp=0.4, slow_rank=2), 0.45) == []
 
 
 def test_the_mfu_has_a_bound_where_the_peak_is_known():

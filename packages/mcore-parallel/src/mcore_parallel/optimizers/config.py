@@ -1,5 +1,6 @@
 """Constants of the update rules, and the formats of what they keep. Standard library only."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -112,6 +113,11 @@ class MuonConfig(Options):
     )
     """Added to the root of the second moment; above 0."""
 
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Name the second moment, elementwise (AdaMuon) or one a row (NorMuon)."""
+        kinds = {"none": {}, "adamuon": {"square": shape}, "normuon": {"square": shape[:1]}}
+        return kinds[self.muon_moment2_method]
+
     rules = (
         Rule(
             ("muon_tp_mode", "muon_moment2_method"),
@@ -145,6 +151,14 @@ class SoapConfig(Options):
 
     soap_max_dim: int = option(8192, minimum=1)
     """Longest side of a matrix that is rotated; longer sides stay as they are."""
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Name Adam's two moments, and the preconditioner and basis of each side rotated."""
+        found: dict[str, tuple[int, ...]] = {"exp_avg": shape, "exp_avg_sq": shape}
+        for side, size in zip(("left", "right"), shape, strict=True):
+            if size <= self.soap_max_dim:
+                found |= {side: (size, size), f"{side}_basis": (size, size)}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,9 +39,8 @@ class Muon:
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Name the second moment, elementwise (AdaMuon) or one a row (NorMuon)."""
-        kinds = {"none": {}, "adamuon": {"square": shape}, "normuon": {"square": shape[:1]}}
-        return kinds[self.config.muon_moment2_method]
+        """Name what is kept of a whole matrix: see the config."""
+        return self.config.state_shapes(shape)
 
     def wire_dtype(self, main: torch.dtype) -> torch.dtype:
         """Iterate and communicate in bfloat16, or in the float64 of an exact run."""

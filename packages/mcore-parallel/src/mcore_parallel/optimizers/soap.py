@@ -38,12 +38,8 @@ class Soap:
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Name Adam's two moments, and the preconditioner and basis of each side rotated."""
-        found: dict[str, Shape] = {"exp_avg": shape, "exp_avg_sq": shape}
-        for side, size in zip(("left", "right"), shape, strict=True):
-            if size <= self.config.soap_max_dim:
-                found |= {side: (size, size), f"{side}_basis": (size, size)}
-        return found
+        """Name what is kept of a whole matrix: see the config."""
+        return self.config.state_shapes(shape)
 
     def wire_dtype(self, main: torch.dtype) -> torch.dtype:
         """Keep all bits of the gradient: eigenvectors depend on small differences."""

@@ -25,7 +25,7 @@ def triage_logs(logdir: str, /, json: bool = False) -> int:
 
 
 def show_snapshot(snapshot: str, /, json: bool = False) -> int:
-    """Print a snapshot of GPU memory by class of tensors, beside what the plan expects.
+    """Print a snapshot of GPU memory by class of tensors, and what the plan expects.
 
     ``--record-memory-history`` of a run writes it.
 

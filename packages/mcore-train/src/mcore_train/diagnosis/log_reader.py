@@ -95,7 +95,7 @@ class Finding:
 
 @dataclass(slots=True)
 class LogFile:
-    """One file of the folder and what it tells."""
+    """One log file of the folder, with the facts read from it."""
 
     path: Path
     rank: int | None

@@ -1,4 +1,4 @@
-"""GPU memory of a rank by tensor classes: torch's snapshot, printed beside the plan.
+"""GPU memory of a rank by tensor classes: torch's snapshot, compared with the plan.
 
 Out of memory, ``MemoryHistory`` logs a record that ``triage`` reads. With
 ``--record-memory-history`` it writes torch's snapshot, which pytorch.org/memory_viz opens, and
@@ -26,6 +26,7 @@ from mcore_models.flops import rank_bytes
 from mcore_train.assembly import Run
 from mcore_train.config import MemoryConfig
 from mcore_train.diagnosis.memory_mends import MemoryRecord, phase_of
+from mcore_train.pipeline_choice import optimizer_choice
 from mcore_train.resolution import Plan, layout_degrees
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
         moe=config.experts,
         recomputing=config.recomputation,
         data_parallel=config.data_parallelism,
-        adam=config.adam,
+        optimizer=optimizer_choice(config),
         main_weights=config.main_weights,
         offload=config.offloading,
         pipeline=config.pipeline,

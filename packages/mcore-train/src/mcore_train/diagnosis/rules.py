@@ -71,7 +71,7 @@ class Rule:
     role: Role = "root"
     advice: str = ""
     outside: bool = False
-    """Evidence from outside the program, which explains exceptions beside it."""
+    """Evidence from outside the program, which explains exceptions of the same moment."""
 
 
 def _root(name: str, fault: str, pattern: str, advice: str = "") -> Rule:

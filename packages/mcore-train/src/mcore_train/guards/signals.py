@@ -29,7 +29,7 @@ class StopRequest:
     """Decides whether a run stops; a context manager that sets handlers of signals.
 
     SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
-    on. A second SIGINT, of someone who will not wait, acts as it would have without us.
+    on. A second SIGINT has the effect that it has without this class: it interrupts at once.
 
     Attributes:
         received: the first signal that came, or None.

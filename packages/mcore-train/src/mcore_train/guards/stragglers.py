@@ -1,11 +1,12 @@
-"""Scores of every rank at an interval: who is slow, and in what.
+"""Scores of every rank: which ranks are slow, and in what.
 
-In the steps before a report each rank times its waits for data and, on a CPU, the share of the
-step in which it did not wait for other ranks. After the last of them all ranks multiply one
-matrix and exchange one message with a neighbour, and gather the four numbers. A score is a
-rank's number over the median of all ranks: 1 is usual, 0.5 half as fast. A rank below the
-threshold in two reports in a row is named with its host. The interval grows until reports cost
-less than ``MOST_SHARE`` of the time.
+A score is a rank's rate over the median of comparable ranks: 1 is usual, 0.5 half as fast. A
+rank below the threshold in two reports of one kind in a row is named with its host
+(``SlowRanks``); one slow step names nobody. Two sources report scores. The waterfall scores the
+work of one step. With ``--log-straggler`` each rank also times its waits for data and, on a
+CPU, the share of a step in which it did not wait for other ranks; at an interval all ranks
+multiply one matrix, exchange one message with a neighbour, and gather the four numbers. The
+interval grows until these reports cost less than ``MOST_SHARE`` of the time.
 """
 
 import logging
@@ -82,16 +83,57 @@ def scores(numbers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     return found
 
 
+class SlowRanks:
+    """Names ranks whose scores are below a threshold twice in a row.
+
+    Attributes:
+        found: stragglers of the newest scores of each kind.
+    """
+
+    def __init__(self, hosts: Sequence[str], threshold: float) -> None:
+        """Begin without scores.
+
+        Args:
+            hosts: of each rank.
+            threshold: score below which a rank is slow.
+        """
+        self.found: list[Straggler] = []
+        self._hosts, self._threshold = hosts, threshold
+        self._low: dict[str, set[int]] = {}
+        self._scored_at: dict[str, int] = {}
+
+    def add(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
+        """Judge the scores of some kinds; log who is slow now, and who is no longer.
+
+        Args:
+            step: at which they were measured.
+            scores: by kind, one for each rank.
+        """
+        for kind, by_rank in scores.items():
+            before = {each.rank for each in self.found if each.kind == kind}
+            low = {rank for rank, score in enumerate(by_rank) if score < self._threshold}
+            twice = low & self._low.get(kind, set())
+            named = [Straggler(r, self._hosts[r], kind, by_rank[r]) for r in sorted(twice)]
+            for each in named:
+                if each.rank not in before:
+                    log.warning("%s, since step %d", each, self._scored_at[kind])
+            for rank in sorted(before - low):
+                host = self._hosts[rank]
+                log.info("rank %d on %s is as fast as others again (%s)", rank, host, kind)
+            self.found = [each for each in self.found if each.kind != kind] + named
+            self._low[kind], self._scored_at[kind] = low, step
+
+
 class StragglerWatch:
     """Scores ranks for one run; all ranks call every method together.
 
     Attributes:
         interval: steps between reports now.
-        found: stragglers that the last report named.
+        slow_ranks: judges the scores.
     """
 
     def __init__(self, ctx: ParallelContext, config: WatchConfig, reporter: Reporter) -> None:
-        """Gather the hosts' names; does nothing more without ``--log-straggler``.
+        """Gather the hosts' names; without ``--log-straggler`` only ``add_work`` may act.
 
         Args:
             ctx: of all ranks.
@@ -100,22 +142,26 @@ class StragglerWatch:
         """
         self.is_on = config.log_straggler and ctx.world.size > 1
         self.interval = config.straggler_interval
-        self.found: list[Straggler] = []
-        self._ctx, self._config, self._reporter = ctx, config, reporter
-        self._slow_before: set[tuple[int, str]] = set()
-        self._named: set[tuple[int, str]] = set()
+        self._ctx, self._reporter = ctx, reporter
         self._due = self.interval
         self._data_s = self._busy_s = self._step_s = 0.0
         self._last_s = 0.0
         self._reported_s = time.perf_counter()
         self._cost_s = 0.0
-        if self.is_on:
-            host = socket.gethostname()
-            places = gather_json(
-                [host, launcher.read_environment().local_world_size], ctx.world
-            )
-            self._hosts = [name for name, _ in places]
-            self._local_size = places[0][1]
+        hosts = gather_json(
+            [socket.gethostname(), launcher.read_environment().local_world_size], ctx.world
+        )
+        self._local_size = hosts[0][1]
+        self.slow_ranks = SlowRanks([name for name, _ in hosts], config.straggler_threshold)
+
+    def add_work(self, step: int, scores: Sequence[float]) -> None:
+        """Judge the ranks' own work in one step, as the waterfall scores it.
+
+        Without ``--log-straggler`` only work of GPUs is judged: on a CPU other processes on the
+        host make single steps slow.
+        """
+        if self.is_on or self._ctx.device.type == "cuda":
+            self.slow_ranks.add(step, {"step": scores})
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Pass batches on, and time the waits for them."""
@@ -179,26 +225,7 @@ class StragglerWatch:
         )
         *columns, costs = all_gather(rates[None], self._ctx.world).t().tolist()
         found = scores(dict(zip(KINDS, columns, strict=True)))
-        slow = {
-            (rank, kind): score
-            for kind, by_rank in found.items()
-            for rank, score in enumerate(by_rank)
-            if score < self._config.straggler_threshold
-        }
-        self.found = [
-            Straggler(rank, self._hosts[rank], kind, score)
-            for (rank, kind), score in sorted(slow.items())
-            if (rank, kind) in self._slow_before
-        ]
-        for each in self.found:
-            if (each.rank, each.kind) not in self._named:
-                log.warning("%s, since step %d", each, number - self.interval)
-        for rank, kind in sorted(self._named - slow.keys()):
-            log.info(
-                "rank %d on %s is as fast as others again (%s)", rank, self._hosts[rank], kind
-            )
-        self._named = {(each.rank, each.kind) for each in self.found}
-        self._slow_before = set(slow)
+        self.slow_ranks.add(number, found)
         # Of the last report. The rank that came last waited for no other: its cost counts.
         if min(costs) > MOST_SHARE:
             self.interval = math.ceil(self.interval * min(costs) / MOST_SHARE)

@@ -1,7 +1,7 @@
 """Jobs that are submitted: their schedulers' own programs, called by name.
 
-A job's id tells whose it is: digits are Slurm's, NAMESPACE/KIND/NAME is kubectl's, ray/ID and
-sky/NAME are Ray's and SkyPilot's.
+The form of a job's id names its scheduler: digits are Slurm's, NAMESPACE/KIND/NAME is
+kubectl's, ray/ID and sky/NAME are Ray's and SkyPilot's.
 """
 
 import logging

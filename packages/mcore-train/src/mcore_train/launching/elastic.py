@@ -77,7 +77,7 @@ def _planned(
     world_size: int,
     is_valid: IsValid,
 ) -> tuple[str, ...] | None:
-    """Return the flags of the fastest layout that is valid; None: there is none."""
+    """Return the flags of the fastest layout that is valid; None: no layout is valid."""
     options = flat(train)
     allowed = {name.strip("-").replace("-", "_") for name in config.elastic_options}
     system = chosen_system(

@@ -1,7 +1,7 @@
 """What follows an attempt of a job: nothing, a restart, a new place in the queue, or an end.
 
 An attempt is one start of all ranks. The class of its failure comes from triage of its logs;
-what the job did before is in ``attempts.jsonl``, beside the attempts' log folders, so that the
+what the job did before is in ``attempts.jsonl``, next to the attempts' log folders, so that the
 rules hold over requeued jobs too. Without torch.
 """
 

@@ -1,4 +1,4 @@
-"""The founding documents' table of layouts, checked and laid beside the planner's own.
+"""The founding documents' table of layouts, checked and compared with the planner's.
 
 ``plan --reproduce-table`` prints it. Where the documents contradict themselves the text names
 the contradiction and the row is mended in the way that is given.
@@ -74,7 +74,7 @@ ROWS = (
 
 
 def documents_text(system: System = SYSTEMS["h100"]) -> str:
-    """Write the documents' layouts beside the planner's, and the contradictions."""
+    """Write the documents' layouts, the planner's, and the documents' contradictions."""
     lines = [
         f"the documents' layouts and the planner's on {system.name}, 4 096 tokens a sequence",
         "",

@@ -177,7 +177,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
-    """Lay what the built ranks hold beside the planner's estimate of the fullest."""
+    """Write the bytes of the built ranks, and the planner's estimate of the fullest."""
     config = plan.config
     wide = 4 if plan.dtype == "float32" else 2
     gradient = wide if config.data_parallelism.has_narrow_grads else 4

@@ -204,7 +204,7 @@ def layout_flags(plan: Planned, row: Row) -> list[str]:
 
 
 def recipe_text(plan: Planned, row: Row, given: Collection[str]) -> str:
-    """Write a layout as a recipe of ``mcore-train gpt``; what a run needs beside it is said."""
+    """Write a layout as a recipe of ``mcore-train gpt``, and comments on further flags."""
     table: dict[str, Value] = {
         name: value
         for name, value in changed_options(row.config).items()

@@ -4,7 +4,7 @@ Shipped constants hold for H100, H200, A100 and B200. Those of the H200 were mea
 repository's benchmarks (``kernels-h200.json``, ``collectives-h200-x4.json``,
 ``collectives-beside-gemms-h200-x4.json`` and the splits of training steps in
 ``benchmarks/results``), those of the H100 by ``plan --calibrate``; the others scale them by
-data sheets, as ``source`` tells.
+data sheets; ``source`` names the origin of each system.
 ``mcore-train plan --calibrate`` measures a host and writes the same fields as ``system.toml``.
 """
 

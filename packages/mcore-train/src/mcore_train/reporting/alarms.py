@@ -71,11 +71,9 @@ def find_alarms(
     parts, step_s = waterfall.parts, waterfall.step_s
     alarm = partial(_alarm, plan=plan, device_name=device_name)
     found = []
-    slow = _slow_rank(waterfall)
-    if slow is not None:
-        found.append(slow)
     share = waterfall.communication_share
-    if share > MOST_COMMUNICATION and slow is None:
+    # Ranks wait in communication for a slow rank, which guards.stragglers names.
+    if share > MOST_COMMUNICATION and waterfall.slow_rank < 0:
         part = max((f"exposed_{axis}" for axis in AXES), key=lambda name: parts[name])
         seen = f"{_percent(share)} of a step is exposed, most of it over {part[8:]}"
         found.append(alarm("communication", seen, part, share=parts[part] / step_s))
@@ -108,19 +106,6 @@ _WORDS = {
     "host": "the host's own time",
     "checkpoint": "saves",
 }
-
-
-def _slow_rank(waterfall: Waterfall) -> Alarm | None:
-    if waterfall.slow_rank < 0:
-        return None
-    return Alarm(
-        name="slow rank",
-        seen=f"rank {waterfall.slow_rank} takes {waterfall.slow_ratio:.2f} times as long as "
-        "ranks with the same work",
-        flag="--log-straggler",
-        gain="tells whether matrix products, links or data of its host are slow; then "
-        "mcore-train doctor there",
-    )
 
 
 def _alarm(

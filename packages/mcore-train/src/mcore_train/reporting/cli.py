@@ -16,7 +16,7 @@ def show_profile(trace: Path, /) -> int:
 
 
 def write_report(runs: tuple[Path, ...], /, *, output: Path = Path("report.html")) -> int:
-    """Write one self-contained HTML page about a run, or several beside each other.
+    """Write one self-contained HTML page about a run, or one that compares several.
 
     Reads files alone, also while a run goes on.
 

@@ -72,7 +72,7 @@ class Health:
     def state(self) -> dict[str, Any]:
         """Return what ``/health`` answers; ``status`` is starting, training or stale.
 
-        A run that loads files or compiles is never stale: it cannot tell how far it is.
+        A run that loads files or compiles is never stale: its progress is not known.
         """
         now_s = self._now()
         silent_s = now_s - self._progress_s

@@ -56,6 +56,9 @@ class Waterfall:
     less than ``SLOW`` times as long, or the difference less than ``DELAY`` of a step."""
     slow_ratio: float
     """How many times the median of its peers it takes; 0 for a rank without peers."""
+    work_scores: Sequence[float] = ()
+    """Of each rank: median work of its peers over its own work; 1 for a rank without peers, or
+    whose work takes less than ``DELAY`` of a step longer."""
     gradient_noise: float = float("nan")
     """Noise scale over the batch size; nan where it is not measured, infinite where no signal
     was found in the noise."""
@@ -214,6 +217,7 @@ def build_waterfall(
     """
     mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0]}
     slow_rank, slow_ratio, step_s = -1, 0.0, sum(mean.values())
+    scores = [1.0] * len(ranks)
     work = [rank["compute"] + rank["optimizer"] + rank["host"] for rank in ranks]
     for number, stage in enumerate(stages):
         peers = [
@@ -221,8 +225,11 @@ def build_waterfall(
         ]
         if peers and (median := statistics.median(peers)) > 0:
             ratio = work[number] / median
+            is_late = work[number] - median > DELAY * step_s
+            if is_late:
+                scores[number] = 1 / ratio
             if ratio > slow_ratio:
-                is_slow = ratio > SLOW and work[number] - median > DELAY * step_s
+                is_slow = ratio > SLOW and is_late
                 slow_rank, slow_ratio = number if is_slow else -1, ratio
     return Waterfall(
         iteration=iteration,
@@ -230,6 +237,7 @@ def build_waterfall(
         step_s=step_s,
         slow_rank=slow_rank,
         slow_ratio=slow_ratio,
+        work_scores=scores,
         ranks=ranks,
     )
 

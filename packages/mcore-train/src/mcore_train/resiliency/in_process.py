@@ -29,7 +29,7 @@ LASTING = (ValueError, FileNotFoundError, NonFiniteError, BrokenDeviceError)
 
 Attempt = Callable[[int, dist.Store, Any], int]
 """Trains once: takes the number of restarts before, the store at which ranks meet, and the
-package's wrapper, which is told of progress."""
+package's wrapper, which receives marks of progress."""
 
 
 def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:

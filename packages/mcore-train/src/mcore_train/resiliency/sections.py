@@ -1,9 +1,10 @@
 """Sections of a run, of which the monitors of ``ft_launcher`` watch the times.
 
-``ft_launcher`` starts a monitor beside each rank. The rank tells it when setup, a step or a
-save begins and ends; a section that takes longer than its timeout ends the rank, and the
-launcher starts the ranks again. Timeouts are the launcher's (``--ft-rank-section-timeouts``),
-or learned from the times of sections and kept in ``ft_state.json`` of the run folder.
+``ft_launcher`` starts a monitor process for each rank. The rank reports to the monitor when
+setup, a step or a save begins and ends; a section that takes longer than its timeout ends the
+rank, and the launcher starts the ranks again. Timeouts are the launcher's
+(``--ft-rank-section-timeouts``), or learned from the times of sections and kept in
+``ft_state.json`` of the run folder.
 """
 
 import json
@@ -29,7 +30,7 @@ LEARNED_STEPS = 16
 
 
 class Sections:
-    """Tells nobody where a run is; a context manager of the run."""
+    """Sections of a run without a monitor: every method does nothing; a context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,14 +62,13 @@ class Sections:
 
 
 class InProcessSections(Sections):
-    """Tells the wrapper of ``--inprocess-restart`` of progress: a step that hangs is restarted.
+    """Reports progress to the wrapper of ``--inprocess-restart``, which restarts hung steps.
 
-    Without marks of progress the wrapper would take any running interpreter for progress. A
-    save may take any time.
+    Without these marks a running interpreter counts as progress. A save may take any time.
     """
 
     def __init__(self, wrapper: Any) -> None:
-        """Tell nothing yet.
+        """Report nothing yet.
 
         Args:
             wrapper: the package's, of the present call.
@@ -93,7 +93,7 @@ class InProcessSections(Sections):
 
 
 class MonitoredSections(Sections):
-    """Tells this rank's monitor; entered before ranks meet."""
+    """Reports the sections to this rank's monitor; entered before ranks meet."""
 
     def __init__(self, config: FaultToleranceConfig, folder: Path, rank: int) -> None:
         """Prepare; nothing is sent before ``__enter__``.
@@ -208,7 +208,7 @@ class MonitoredSections(Sections):
 def open_sections(
     config: FaultToleranceConfig, save: str, world: launcher.RankEnvironment
 ) -> Sections:
-    """Return what tells the monitor of this rank, or nobody, of the sections of a run.
+    """Return the sections of a run, with this rank's monitor if ``--enable-ft-package``.
 
     Raises:
         ValueError: if nvidia-resiliency-ext is missing, or the run folder is an object store.
