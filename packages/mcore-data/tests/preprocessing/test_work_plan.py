@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from forks import exit_code, fork, kill
 
-from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
+from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.inspection import find_pairs, look_over, verify_pair
 from mcore_data.indexed.merging import merge_pairs
@@ -131,6 +132,22 @@ def test_a_logical_dataset_reads_as_one(tmp_path, done, whole):
     assert (
         Origins(prefix).find(700).record == Origins(f"{whole}_text_document").find(700).record
     )
+    path, byte = one.locate(int(one.index.pointers[500]))
+    assert path.parent.name == "c.units"
+    assert path.read_bytes()[byte : byte + 2] == expected[500].tobytes()[:2]
+    blends = [
+        build_gpt_datasets(
+            DataConfig(data_path=("0.3", f"{start}_text_document", "0.7", str(path)[:-4])),
+            None,
+            sequence_length=32,
+            seed=1,
+            num_samples=(50, 5, 0),
+        )[0]
+        for start in (tmp_path / "out" / "c", whole)
+    ]
+    for sample in range(50):
+        first, second = (blend[sample]["tokens"].tolist() for blend in blends)
+        assert first == second
     assert look_over(prefix).startswith("logical dataset of 3 pairs; index")
     # A folder lists it instead of its units, and it can be merged and moved with them.
     assert find_pairs(tmp_path / "out") == [str(prefix)]
@@ -183,6 +200,33 @@ def test_a_silent_holder_of_another_machine_is_dead_and_one_that_moves_is_not(
     assert time.monotonic() - began > 0.5  # the last move and the timeout
     assert exit_code(other) == 0
     assert not lock.exists()
+
+
+def test_a_worker_that_lost_its_claim_leaves_the_unit(done, monkeypatch, caplog):
+    monkeypatch.setattr(plan_worker, "_LONGEST_PAUSE_S", 0.05)
+    next(done.folder.glob("00001*.manifest.json")).unlink()
+    lock, calls = done.units[1].lock_path, []
+
+    def take_away(progress):
+        calls.append(progress)
+        if len(calls) == 1:
+            lock.write_text(json.dumps({"token": "x", "host": "far", "namespace": "other"}))
+
+    report = work(done, claim_timeout_s=0.1, on_progress=take_away)
+    assert "unit 1 is left to another worker" in caplog.text
+    assert report.num_units == 1  # after the other one was silent
+    assert merge_plan(done)["text"].num_documents == 1000
+
+
+def test_a_corpus_without_records_is_one_empty_unit(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    config = PreprocessConfig(
+        input=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "c")
+    )
+    plan = make_plan(config, BYTES, 1000)
+    assert work(plan).num_units == 1
+    assert merge_plan(plan)["text"].num_tokens == 0
+    assert verify_pair(tmp_path / "c_text_document")
 
 
 def test_a_changed_input_stops_the_worker(tmp_path, inputs):

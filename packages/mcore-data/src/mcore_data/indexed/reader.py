@@ -136,6 +136,12 @@ class IndexedDataset:
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
 
+    def locate(self, byte: int) -> tuple[Path, int]:
+        """File that holds a byte of the tokens, and the byte's position in this file."""
+        if isinstance(self._bin, _LogicalBin):
+            return self._bin.locate(byte)
+        return bin_path(self.prefix), byte
+
     def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
         """Yield all tokens in the order of the file, ``num_tokens`` at a time."""
         total, size = self.num_tokens, self.dtype.itemsize
@@ -225,24 +231,33 @@ class _LogicalBin:
         # A file that is closed here stays mapped while arrays of it live.
         self._opened = lru_cache(_OPEN_BINS)(self._open)
 
+    def locate(self, byte: int) -> tuple[Path, int]:
+        number = self._number(byte)
+        return self._paths[number], byte - self._begin(number)
+
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
         size = self._dtype.itemsize
         parts = []
         while count > 0:
-            number = int(np.searchsorted(self._ends, start_bytes, side="right"))
-            end = int(self._ends[number])
-            begin = int(self._ends[number - 1]) if number else 0
-            length = min(count, (end - start_bytes) // size)
-            parts.append(self._opened(number).read(start_bytes - begin, length))
+            number = self._number(start_bytes)
+            length = min(count, (int(self._ends[number]) - start_bytes) // size)
+            part = self._opened(number).read(start_bytes - self._begin(number), length)
+            parts.append(part)
             start_bytes, count = start_bytes + length * size, count - length
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, self._dtype)
 
+    def _number(self, byte: int) -> int:
+        number = int(np.searchsorted(self._ends, byte, side="right"))
+        return min(number, len(self._paths) - 1)  # an empty range may start at the end
+
+    def _begin(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0
+
     def _open(self, number: int) -> "_MappedBin | _FileBin":
         path = self._paths[number]
-        begin = int(self._ends[number - 1]) if number else 0
-        expected = int(self._ends[number]) - begin
+        expected = int(self._ends[number]) - self._begin(number)
         actual = path.stat().st_size if path.is_file() else None
         if actual != expected:
             told = "is missing" if actual is None else f"has {actual} bytes"

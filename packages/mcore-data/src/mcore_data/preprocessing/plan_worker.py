@@ -141,14 +141,15 @@ def _write_unit(
 
     try:
         return preprocess_corpus(config, unit.corpus, tools, check_claim, block_bytes)
-    except LockHeldError as error:
-        log.warning("unit %d is left to another worker: %s", unit.number, error)
     except EngineDifferenceError as error:
         raise EngineDifferenceError(
             f"{error} Make the plan again with --engine reference --overwrite."
         ) from None
     except (RuntimeError, ValueError, OSError) as error:
         cause = error.__cause__ or error
+        if isinstance(cause, LockHeldError):
+            log.warning("unit %d is left to another worker: %s", unit.number, cause)
+            return None
         if isinstance(cause, OSError) and cause.errno in FULL_DISK:
             raise  # every unit would fail
         log.warning("unit %d failed: %s", unit.number, error)

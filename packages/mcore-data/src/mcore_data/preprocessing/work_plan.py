@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_base.file_lock import Holder
-from mcore_data.config import EngineName, PreprocessConfig, TokenizerConfig
+from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.manifest import (
     has_files,
@@ -179,12 +179,7 @@ def make_plan(
         )
     corpus = find_corpus(config)
     tools = build_tools(config, tokenizer_config)
-    name = tools.encoder.engine.name
-    frozen = replace(
-        config,
-        engine=name if name in EngineName.__args__ else config.engine,  # pyrefly: ignore
-        sentence_splitter=_splitter_kind(tools, config),
-    )
+    frozen = replace(config, sentence_splitter=_splitter_kind(tools, config))
     total = sum(source.size for source in corpus.sources)
     divided = divide(corpus, max(1, -(-total // unit_bytes)))
     parts = [part for part in divided if part.sources] or divided[:1]
@@ -193,7 +188,7 @@ def make_plan(
         config=frozen,
         tokenizer=tokenizer_config,
         tokenizer_sha256=tools.tokenizer.fingerprint(),
-        engine=name,
+        engine=tools.encoder.engine.name,
         units=[],
     )
     units = []
