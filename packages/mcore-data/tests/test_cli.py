@@ -174,3 +174,21 @@ def test_the_command_of_the_documents_runs_in_the_folder_examples(book, tmp_path
     assert "4 documents" in done.stdout
     assert "100 %" in done.stderr
     assert IndexedDataset(tmp_path / "my-bert_text_sentence").num_documents == 4
+
+
+def test_options_beside_a_plan_are_refused(book, tmp_path):
+    tokenizer = ("--tokenizer-model", book / "tokenizer")
+    words = ("--input", book / "book.jsonl", "--output-prefix", tmp_path / "c", *tokenizer)
+    assert data("plan", *words, "--unit-size", "100B").returncode == 0
+    plan = ("--plan", tmp_path / "c.plan.json")
+    done = data("preprocess", *plan, *tokenizer, "--append-eod")
+    assert done.returncode == 2
+    assert "--append-eod and --tokenizer-model with --plan: the plan has its own" in done.stderr
+    for command in (("merge",), ("merge", *plan, "--input", "a"), ("preprocess",)):
+        assert "give --input and --output-prefix, or" in data(*command).stderr
+    assert "only --plan (with --physical" in data("merge", *words[:4], "--physical").stderr
+    assert "--unit-size big is no size" in data("plan", *words, "--unit-size", "big").stderr
+    assert data("preprocess", *plan).returncode == 0
+    assert "next: mcore-data merge --plan" in data("status", *plan).stdout
+    done = data("merge", *plan, "--physical")
+    assert "c_text_document.bin/.idx: 4 documents" in done.stdout

@@ -55,15 +55,16 @@ def size_text(num_bytes: int) -> str:
     return f"{size:.3g} {units[0]}"
 
 
-def parse_size(text: str) -> int:
-    """Read a size such as ``500MB`` or ``5GB`` in bytes."""
+def parse_size(text: str, option: str = "--max-shard-size") -> int:
+    """Read a size such as ``500MB`` or ``1GiB`` in bytes; ``option`` is for the error."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    digits = text.rstrip("KMGTBkmgtb")
+    units |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+    digits = text.rstrip("KMGTIBkmgtib")
     unit = text[len(digits) :].upper()
     try:
         size = int(float(digits) * units[unit])
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size <= 0:
-        raise ValueError(f"--max-shard-size {text} is no size: use a number with MB or GB.")
+        raise ValueError(f"{option} {text} is no size: use a number with MB or GB.")
     return size

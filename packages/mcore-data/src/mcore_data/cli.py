@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
 from mcore_base.options import Rule, rules
+from mcore_base.terminal import parse_size
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 
 # Ignored options of Megatron: the order of documents, which this one asks for, is always kept.
@@ -47,6 +48,15 @@ _NEEDS_CACHE = Rule(
     lambda v: not v.data_cache_path,
     "--data-cache-path names the folder to keep the indices in: give it.",
 )
+_PAIRS_OR_PLAN = Rule(
+    ("input", "output_prefix", "allow_missing", "plan", "physical"),
+    lambda v: (
+        (v.physical and not v.plan)
+        or bool(v.plan) == bool(v.input and v.output_prefix)
+        or (v.plan and (v.input or v.output_prefix or v.allow_missing))
+    ),
+    "give --input and --output-prefix, or only --plan (with --physical or --overwrite).",
+)
 _ONE_QUESTION = Rule(
     ("step", "document"),
     lambda v: (v.step > 0) == (v.document >= 0),
@@ -69,6 +79,8 @@ def preprocess(
     """
     from mcore_data.preprocessing.preprocessing import preprocess as run
 
+    if job.plan:
+        return _preprocess_plan(job, tokenizer, log_interval)
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
     if report.num_bad_records:  # the first ones have been logged
@@ -90,13 +102,85 @@ def preprocess(
     return 0
 
 
+def _preprocess_plan(
+    job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: int
+) -> int:
+    """Work on a plan; return 1 if units failed."""
+    from dataclasses import fields
+
+    from mcore_data.preprocessing.plan_worker import work_on_plan
+    from mcore_data.preprocessing.work_plan import options_given, read_plan
+
+    of_worker = ("plan", "workers", "on_bad_record", "claim_timeout_s")
+    names = [each.name for each in fields(job) if each.name not in of_worker]
+    given = options_given(job, names)
+    given += options_given(tokenizer, [each.name for each in fields(tokenizer)])
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} with --plan: the plan has its own. Leave them out, or make "
+            "a plan with them."
+        )
+    plan = read_plan(job.plan)
+    with _progress("unit", log_interval) as advance:
+        report = work_on_plan(
+            plan,
+            workers=job.workers,
+            on_bad_record=job.on_bad_record,
+            claim_timeout_s=job.claim_timeout_s,
+            on_progress=advance,
+        )
+    if report.num_bad_records:
+        print(f"bad records skipped in all: {report.num_bad_records}", file=sys.stderr)
+    print(
+        f"{job.plan}: this worker wrote {report.num_units} of {len(plan.units)} units, "
+        f"{report.num_documents:,} documents, {report.num_tokens:,} tokens"
+    )
+    for number, error in report.failures.items():
+        print(f"unit {number} failed: {error}", file=sys.stderr)
+    return int(bool(report.failures))
+
+
+def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1GiB") -> int:
+    """List the inputs once and divide them into units, for any number of workers.
+
+    Writes <output-prefix>.plan.json, from which preprocess --plan, status and merge work.
+
+    Args:
+        job: inputs, outputs and options of preprocessing.
+        tokenizer: type and files of the tokenizer.
+        unit_size: bytes of a unit, such as 500MB or 1GiB. Plain JSON and text lines on a disk
+            are cut between lines; a larger file of another kind is one unit.
+    """
+    from mcore_data.preprocessing.work_plan import make_plan
+
+    made = make_plan(job, tokenizer, parse_size(unit_size, "--unit-size"))
+    num_bytes = sum(unit.num_bytes for unit in made.units)
+    print(f"{made.path}: {len(made.units)} units, {num_bytes:,} bytes")
+    return 0
+
+
+def status(plan: str) -> int:
+    """Show how many units of a plan are done, running, failed and waiting, and the rate.
+
+    Args:
+        plan: <output-prefix>.plan.json of mcore-data plan.
+    """
+    from mcore_data.preprocessing.work_plan import describe_status, read_plan, status_of
+
+    made = read_plan(plan)
+    print("\n".join(describe_status(made, status_of(made))))
+    return 0
+
+
 def merge(
-    input: tuple[str, ...],
-    output_prefix: str,
+    input: tuple[str, ...] = (),
+    output_prefix: str = "",
     overwrite: bool = False,
     allow_missing: bool = False,
+    plan: Annotated[str, _PAIRS_OR_PLAN] = "",
+    physical: bool = False,
 ) -> int:
-    """Join .bin/.idx pairs into one.
+    """Join .bin/.idx pairs into one, or the units of a plan into one dataset.
 
     Manifests are compared: pairs with different tokenizers, keys or settings are refused, and
     parts of --partitions must be complete, each given once.
@@ -108,10 +192,23 @@ def merge(
         overwrite: replace a finished pair that was made from other files, once the new pair is
             complete. Repeating the same command needs no --overwrite.
         allow_missing: join parts of --partitions although some of them are missing.
+        plan: join all units of this plan instead, at the plan's output prefix, as a logical
+            dataset: an index and a manifest, whose tokens stay in the units' files.
+        physical: with --plan, write one .bin/.idx pair.
     """
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
+    from mcore_data.preprocessing.work_plan import merge_plan, read_plan
 
+    if plan:
+        datasets = merge_plan(read_plan(plan), physical=physical, overwrite=overwrite)
+        for merged in datasets.values():
+            kind = ".bin/.idx" if physical else ": logical dataset"
+            print(
+                f"{merged.prefix}{kind}: {merged.num_documents:,} documents, "
+                f"{merged.num_tokens:,} tokens"
+            )
+        return 0
     prefixes = [prefix for word in input for prefix in find_pairs(word, output_prefix)]
     merged = merge_pairs(
         prefixes, output_prefix, overwrite=overwrite, allow_missing=allow_missing
@@ -299,7 +396,9 @@ def _progress(title: str, log_interval: int) -> Any:
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "preprocess": ("a corpus to .bin/.idx pairs", preprocess),
     "train-tokenizer": ("train byte-level BPE on a corpus", train_tokenizer),
-    "merge": ("join pairs into one", merge),
+    "plan": ("divide a corpus into units for many workers", plan),
+    "status": ("show which units of a plan are done", status),
+    "merge": ("join pairs, or the units of a plan, into one", merge),
     "inspect": ("show what a pair holds", inspect),
     "verify": ("check every pointer and token of a pair", verify),
     "prepare-chats": ("tokenize chats for fine-tuning", prepare_chats),

@@ -98,13 +98,13 @@ class TokenizerConfig(Options):
 class PreprocessConfig(Options):
     """Options of tokenizing a corpus into ``.bin``/``.idx`` datasets."""
 
-    input: tuple[str, ...]
+    input: tuple[str, ...] = ()
     """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), both plain
     or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder means all record files in
     it, or if there are none all its text files; a pattern such as 'part-*.jsonl.gz' means the
     files that match; both in the order of names. Ignored files are listed. - is JSON lines on
     standard input; URLs such as s3://bucket/part-*.jsonl are read through fsspec."""
-    output_prefix: str
+    output_prefix: str = ""
     """Outputs are <output-prefix>_<key>_document.bin and .idx with a manifest, one pair for
     each key; with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
@@ -145,9 +145,21 @@ class PreprocessConfig(Options):
     on_bad_record: Literal["refuse", "skip"] = "refuse"
     """What to do with an empty, truncated or otherwise wrong record: refuse, stop and name it;
     skip, leave it out, count it and name the first ones."""
+    plan: str = ""
+    """<output-prefix>.plan.json of mcore-data plan: write its units until none is left, beside
+    any number of other workers. Inputs, tokenizer and settings are the plan's; --workers and
+    --on-bad-record may be given."""
+    claim_timeout_s: float = option(120.0, minimum=30, needs=(When("plan", bool, "--plan"),))
+    """A worker of --plan whose lock file has not changed for so many seconds is dead, and
+    another worker continues its unit. A lock is touched every 15 seconds, and NFS may show a
+    change a minute later. A dead worker of this machine is found at once."""
 
     rules = (
-        Rule(("input",), lambda v: not v.input, "--input names no file."),
+        Rule(
+            ("input", "output_prefix", "plan"),
+            lambda v: not v.plan and not (v.input and v.output_prefix),
+            "give --input and --output-prefix, or --plan with a plan that has them.",
+        ),
         Rule(
             ("json_keys",),
             lambda v: not v.json_keys or len(set(v.json_keys)) != len(v.json_keys),

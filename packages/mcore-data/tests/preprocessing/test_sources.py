@@ -159,7 +159,7 @@ def test_lines_come_through_a_named_pipe(tmp_path, name, compress):
     assert texts_of(path) == TEXTS
     writer.join()
     with pytest.raises(ValueError, match=f"{name} cannot be divided"):
-        divide(Corpus(find_inputs([str(path)])), 0, 2)
+        divide(Corpus(find_inputs([str(path)])), 2)
 
 
 def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(
@@ -362,12 +362,12 @@ def test_parts_together_are_the_whole_in_order(tmp_path, num_parts):
     (tmp_path / "c.jsonl").write_bytes(LINES * 3)
     corpus = Corpus(find_inputs([str(tmp_path)]))
     found = []
-    for part in range(num_parts):
-        for source in divide(corpus, part, num_parts).sources:
+    for part in divide(corpus, num_parts):
+        for source in part.sources:
             found += read_texts(source, ("text",))
     assert found == TEXTS * 5
 
 
 def test_standard_input_cannot_be_divided():
     with pytest.raises(ValueError, match="standard input cannot be divided"):
-        divide(Corpus(find_inputs(["-"])), 0, 2)
+        divide(Corpus(find_inputs(["-"])), 2)

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
-from mcore_data.indexed.manifest import check_files, has_digest, has_files, read_manifest
+from mcore_data.indexed.manifest import (
+    check_files,
+    has_digest,
+    has_files,
+    logical_bins,
+    read_manifest,
+)
 from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -69,6 +75,8 @@ def length_histogram(dataset: IndexedDataset) -> list[str]:
 def find_pairs(name: str | Path, output_prefix: str | Path = "") -> list[str]:
     """List the prefixes of all pairs in a folder and its sub-folders, or the one prefix given.
 
+    A logical dataset is listed instead of its pairs.
+
     Args:
         name: folder or prefix.
         output_prefix: a pair that is written itself, and is not listed.
@@ -87,13 +95,20 @@ def find_pairs(name: str | Path, output_prefix: str | Path = "") -> list[str]:
     if not folder.is_dir() and (bin_path(name).is_file() or idx_path(name).is_file()):
         stems = {folder}
     stems = {stem for stem in stems if stem.absolute() != Path(output_prefix).absolute()}
+    logical = {
+        stem: logical_bins(stem, read_manifest(stem))
+        for stem in stems
+        if not bin_path(stem).is_file()
+    }
+    members = {path.absolute() for bins in logical.values() for path in bins}
+    stems = {stem for stem in stems if bin_path(stem).absolute() not in members}
     if not stems:
         raise FileNotFoundError(
             f"{name} holds no .bin/.idx pair, and is not the prefix of one."
         )
     for stem in stems:
         for path in (bin_path(stem), idx_path(stem)):
-            if not path.is_file():
+            if not path.is_file() and not (path.suffix == ".bin" and logical[stem]):
                 raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
     return sorted(map(str, stems), key=_by_numbers)
 
@@ -119,6 +134,8 @@ def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
     fits = "index, pointers and sizes fit"
     if not facts:
         return f"{fits}; no manifest"
+    if "pairs" in facts:
+        fits = f"logical dataset of {len(facts['pairs'])} pairs; {fits}"
     if not has_files(prefix, facts):
         return f"{fits}, but its manifest is of files of other sizes"
     engine = facts.get("tokenizer", {}).get("engine", "")

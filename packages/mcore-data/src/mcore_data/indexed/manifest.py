@@ -3,12 +3,16 @@
 ``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
 what of the encoding was verified, which records and files were left out, versions, and a
 digest of itself. Manifests of format 1 have no digest.
+
+A manifest with ``pairs`` makes a *logical* dataset: an ``.idx`` (and ``.origins``) of its own,
+whose tokens are the ``.bin`` files of other pairs, one after the other.
 """
 
 import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ _TYPES = {
     "bad_records": dict,
     "inputs": list,
     "merged_from": list,
+    "pairs": list,
 }
 
 
@@ -50,11 +55,11 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     Args:
         prefix: prefix of the pair.
         facts: all other facts. ``bin_sha256`` is the checksum of the ``.bin``; without it the
-            ``.bin`` is read.
+            ``.bin`` is read. With ``pairs`` there is no ``.bin``.
     """
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
-    paths = [bin_path(prefix), idx_path(prefix)]
+    paths = [idx_path(prefix)] if "pairs" in facts else [bin_path(prefix), idx_path(prefix)]
     paths += [path for path in [origins_path(prefix)] if path.is_file()]
     files = {
         path.name: {
@@ -116,12 +121,26 @@ def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
     return bool(made_by) and made_by != fingerprint
 
 
+def logical_bins(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
+    """The ``.bin`` files of a logical dataset in order, each with its bytes and SHA-256.
+
+    Their prefixes in the manifest start at the manifest's folder. Empty for a pair.
+    """
+    folder = Path(prefix).parent
+    return {bin_path(folder / pair["prefix"]): pair for pair in facts.get("pairs", ())}
+
+
+def _files(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
+    """All files of a manifest, each with its bytes and SHA-256."""
+    own = {Path(f"{prefix}{Path(name).suffix}"): file for name, file in facts["files"].items()}
+    return own | logical_bins(prefix, facts)
+
+
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
     """Whether all files exist in the sizes of the manifest; reads no file."""
-    paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}
     return all(
-        path.is_file() and path.stat().st_size == facts["files"][name]["bytes"]
-        for name, path in paths.items()
+        path.is_file() and path.stat().st_size == file["bytes"]
+        for path, file in _files(prefix, facts).items()
     )
 
 
@@ -133,8 +152,7 @@ def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     Raises:
         CorruptDatasetError: if a file is missing or differs.
     """
-    for name, stored in facts["files"].items():
-        path = Path(f"{prefix}{Path(name).suffix}")
+    for path, stored in _files(prefix, facts).items():
         if not path.is_file():
             raise CorruptDatasetError(
                 f"{path} is missing, and the manifest of the pair names it: copy it here too."
@@ -158,6 +176,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the tokens."""
     found = {"python": platform.python_version(), "numpy": np.__version__}

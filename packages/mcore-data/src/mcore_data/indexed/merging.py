@@ -1,4 +1,4 @@
-"""Joins pairs into one, whose manifest names the pairs that it was made of.
+"""Joins pairs into one pair or one logical dataset, whose manifest names the pairs.
 
 Manifests decide what may be joined and in which order: all parts of one division, each once,
 by number; and pairs whose ids mean the same. Of pairs without a manifest, such as Megatron's,
@@ -6,6 +6,7 @@ only dtype and kind are known.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.index_format import bin_path
+from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path, read_index
 from mcore_data.indexed.manifest import (
     check_files,
+    has_files,
+    logical_bins,
     manifest_path,
     read_manifest,
     write_manifest,
@@ -47,8 +50,9 @@ def merge_pairs(
     *,
     overwrite: bool = False,
     allow_missing: bool = False,
+    logical: bool = False,
 ) -> IndexedDataset:
-    """Write all documents of some pairs as one pair.
+    """Write all documents of some pairs as one pair, or as one logical dataset.
 
     Parts of a division (``preprocess --partitions``) are joined by their numbers whatever
     their order here, other pairs in the order given.
@@ -59,6 +63,8 @@ def merge_pairs(
         overwrite: replace an existing pair at ``output_prefix``. A pair that was joined from
             the same files, by its manifest, is always replaced.
         allow_missing: join parts of a division although some are missing.
+        logical: write index, origins and manifest only, and leave the tokens in the pairs,
+            which must have manifests. Sizes are compared, and no token is read.
 
     Raises:
         ValueError: if there are no pairs, or they differ in dtype or kind, or by their
@@ -85,24 +91,31 @@ def merge_pairs(
         if not overwrite:
             _refuse_other(output_prefix, merged_from)
         for prefix, facts in pairs:
-            if facts:
+            if logical:
+                _refuse_incomplete(prefix, facts)
+            elif facts:
                 check_files(prefix, facts)
-        checksum = _join(pairs, output_prefix)
-        merged = IndexedDataset(output_prefix)
+        checksum = _join(pairs, output_prefix, logical)
+        tokens = (
+            {"pairs": _list_pairs(pairs, output_prefix)}
+            if logical
+            else {"bin_sha256": checksum}
+        )
+        index = read_index(idx_path(output_prefix))
         write_manifest(
             output_prefix,
             {
-                "documents": merged.num_documents,
-                "tokens": merged.num_tokens,
-                "dtype": merged.dtype.name,
+                "documents": len(index.documents) - 1,
+                "tokens": int(index.lengths.sum(dtype=np.int64)),
+                "dtype": index.dtype.name,
                 **_common(manifests),
                 **parts,
                 "inputs": [one for facts in manifests for one in facts.get("inputs", ())],
                 "merged_from": merged_from,
-                "bin_sha256": checksum,
+                **tokens,
             },
         )
-    return merged
+    return IndexedDataset(output_prefix)
 
 
 def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
@@ -208,17 +221,49 @@ def _refuse_repeated_inputs(pairs: Sequence[Pair]) -> None:
 def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
     """Raise if a pair exists that was not joined from the same files, by the manifests."""
     have_manifests = all(pair["files"] for pair in merged_from)
-    if bin_path(prefix).is_file() and not (
+    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.is_file()]
+    if existing and not (
         have_manifests and read_manifest(prefix).get("merged_from") == merged_from
     ):
         raise ValueError(
-            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are now, "
+            f"{existing[0]} exists, and was not joined from these pairs as they are now, "
             "or they have no manifests to compare: choose another --output-prefix, or give "
             "--overwrite to replace it."
         )
 
 
-def _join(pairs: Sequence[Pair], output_prefix: str | Path) -> str:
+def _refuse_incomplete(prefix: str, facts: dict[str, Any]) -> None:
+    """Refuse a pair without manifest, or one whose files have other sizes than in it."""
+    if not facts:
+        raise ValueError(f"{prefix} has no manifest, which a logical dataset needs.")
+    if not has_files(prefix, facts):
+        raise CorruptDatasetError(
+            f"{prefix}: a file is missing or of another size than in its manifest. Write the "
+            "pair again."
+        )
+
+
+def _list_pairs(pairs: Sequence[Pair], output_prefix: str | Path) -> list[dict[str, Any]]:
+    """Prefix, bytes and SHA-256 of each pair's ``.bin``; prefixes from the output's folder."""
+    folder = Path(output_prefix).parent
+    return [
+        {
+            "prefix": os.path.relpath(str(path)[: -len(".bin")], folder),
+            "bytes": file["bytes"],
+            "sha256": file["sha256"],
+        }
+        for prefix, facts in pairs
+        for path, file in _bins(prefix, facts).items()
+    ]
+
+
+def _bins(prefix: str, facts: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """The ``.bin`` files of a pair or logical dataset, as the manifest has them."""
+    own = next((file for name, file in facts["files"].items() if name.endswith(".bin")), None)
+    return logical_bins(prefix, facts) if own is None else {bin_path(prefix): own}
+
+
+def _join(pairs: Sequence[Pair], output_prefix: str | Path, logical: bool) -> str:
     """Write the files of the joined pair; returns the checksum of its ``.bin``."""
     origins = [read_origins(*pair) for pair in pairs]
     some_known = any(rows is not UNKNOWN for rows in origins)
@@ -226,7 +271,11 @@ def _join(pairs: Sequence[Pair], output_prefix: str | Path) -> str:
     first = IndexedDataset(pairs[0][0])
     multimodal = first.index.modes is not None
     with IndexedWriter(
-        output_prefix, first.dtype, multimodal=multimodal, checksum=True
+        output_prefix,
+        first.dtype,
+        multimodal=multimodal,
+        checksum=not logical,
+        index_only=logical,
     ) as writer:
         for (prefix, facts), rows in zip(pairs, origins, strict=True):
             if some_known:  # inputs are numbered over all pairs

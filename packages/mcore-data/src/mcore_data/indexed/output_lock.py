@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_base.atomic_files import FULL_DISK
 from mcore_base.file_lock import FileLock, LockHeldError
-from mcore_data.indexed.index_format import bin_path
+from mcore_data.indexed.index_format import bin_path, idx_path
 from mcore_data.indexed.manifest import manifest_path, read_manifest
 
 
@@ -77,9 +77,10 @@ def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
         work: hash of everything that decides their bytes, as in their manifests.
     """
     for prefix in prefixes:
-        if bin_path(prefix).is_file() and read_manifest(prefix).get("work") != work:
+        existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.is_file()]
+        if existing and read_manifest(prefix).get("work") != work:
             raise ValueError(
-                f"{bin_path(prefix)} exists, and other inputs or options made it, or "
+                f"{existing[0]} exists, and other inputs or options made it, or "
                 f"{manifest_path(prefix).name} is missing: choose another "
                 "--output-prefix, or give --overwrite to replace it."
             )

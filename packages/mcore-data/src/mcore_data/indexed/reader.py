@@ -3,11 +3,13 @@
 ``<prefix>.bin`` holds the tokens, little-endian, of one dtype; ``<prefix>.idx`` holds the
 offset and length of each sequence. Opening checks that both files belong together, so that a
 damaged pair is an error and never gives wrong tokens. Tokens are read by memory map, by plain
-file reads or, for an address such as ``s3://bucket/prefix``, from an object store.
+file reads or, for an address such as ``s3://bucket/prefix``, from an object store. The tokens
+of a logical dataset (see ``manifest.py``) are read from the ``.bin`` files that it lists.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,14 @@ from mcore_data.indexed.index_format import (
     idx_path,
     read_index,
 )
+from mcore_data.indexed.manifest import logical_bins, manifest_path, read_manifest
 from mcore_data.indexed.object_store import StoreBin, fetch_index, is_remote
+
+_OPEN_BINS = 256  # a process may often open 1024 files
 
 
 class IndexedDataset:
-    """Sequences of tokens in a ``.bin``/``.idx`` pair, read by memory map or by file.
+    """Sequences of tokens in a pair or logical dataset, read by memory map or by file.
 
     ``dataset[i]`` is sequence i, ``dataset[a:b]`` a list of neighbours, ``get`` a range of
     one sequence. Returned arrays of the memory map are read-only views. Pickles as its
@@ -54,10 +59,15 @@ class IndexedDataset:
             self._bin = StoreBin(self.prefix, self.index.dtype)
             _check_pair(self.prefix, self.index, self._bin.size_bytes)
             return
-        for path in (idx_path(prefix), bin_path(prefix)):
+        bins = logical_bins(prefix, {} if bin_path(prefix).is_file() else read_manifest(prefix))
+        for path in (idx_path(prefix), *([] if bins else [bin_path(prefix)])):
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist. {hint_at_pairs(prefix)}")
         self.index = read_index(idx_path(prefix))
+        if bins:
+            self._bin = _LogicalBin(manifest_path(prefix), bins, self.index.dtype, mmap)
+            _check_pair(self.prefix, self.index, self._bin.size_bytes)
+            return
         _check_pair(self.prefix, self.index, bin_path(prefix).stat().st_size)
         self._bin = (_MappedBin if mmap else _FileBin)(bin_path(prefix), self.index.dtype)
 
@@ -125,6 +135,12 @@ class IndexedDataset:
             )
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
+
+    def locate(self, byte: int) -> tuple[Path, int]:
+        """File that holds a byte of the tokens, and the byte's position in this file."""
+        if isinstance(self._bin, _LogicalBin):
+            return self._bin.locate(byte)
+        return bin_path(self.prefix), byte
 
     def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
         """Yield all tokens in the order of the file, ``num_tokens`` at a time."""
@@ -194,6 +210,62 @@ class _FileBin:
 
     def __del__(self) -> None:
         self._file.close()
+
+
+class _LogicalBin:
+    """Tokens of several ``.bin`` files, one after the other; opens each when it is read."""
+
+    def __init__(
+        self,
+        manifest: Path,
+        bins: Mapping[Path, Mapping[str, Any]],
+        dtype: np.dtype,
+        mmap: bool,
+    ) -> None:
+        self._manifest = manifest
+        self._paths = list(bins)
+        self._ends = np.cumsum([file["bytes"] for file in bins.values()], dtype=np.int64)
+        self.size_bytes = int(self._ends[-1])
+        self._dtype = dtype
+        self._kind = _MappedBin if mmap else _FileBin
+        # A file that is closed here stays mapped while arrays of it live.
+        self._opened = lru_cache(_OPEN_BINS)(self._open)
+
+    def locate(self, byte: int) -> tuple[Path, int]:
+        number = self._number(byte)
+        return self._paths[number], byte - self._begin(number)
+
+    def read(self, start_bytes: int, count: int) -> NDArray[Any]:
+        size = self._dtype.itemsize
+        parts = []
+        while count > 0:
+            number = self._number(start_bytes)
+            length = min(count, (int(self._ends[number]) - start_bytes) // size)
+            part = self._opened(number).read(start_bytes - self._begin(number), length)
+            parts.append(part)
+            start_bytes, count = start_bytes + length * size, count - length
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, self._dtype)
+
+    def _number(self, byte: int) -> int:
+        number = int(np.searchsorted(self._ends, byte, side="right"))
+        return min(number, len(self._paths) - 1)  # an empty range may start at the end
+
+    def _begin(self, number: int) -> int:
+        return int(self._ends[number - 1]) if number else 0
+
+    def _open(self, number: int) -> "_MappedBin | _FileBin":
+        path = self._paths[number]
+        expected = int(self._ends[number]) - self._begin(number)
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != expected:
+            told = "is missing" if actual is None else f"has {actual} bytes"
+            raise CorruptDatasetError(
+                f"{path} {told}, and {self._manifest} lists it with {expected} bytes. Put the "
+                "file back, or write the unit again and repeat the merge."
+            )
+        return self._kind(path, self._dtype)
 
 
 def _reopen(prefix: str, mmap: bool, cache_path: str) -> IndexedDataset:

@@ -47,6 +47,8 @@ class IndexedWriter:
         multimodal: store a mode for each sequence.
         resume_at: sizes that ``position`` returned; cut the partial files to them and append.
         checksum: compute the SHA-256 of the ``.bin`` while writing, for ``finalize``.
+        index_only: write no ``.bin``: ``add_index`` leaves the tokens where they are, and an
+            earlier ``.bin`` is removed at the end.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -60,10 +62,12 @@ class IndexedWriter:
         multimodal: bool = False,
         resume_at: dict[str, int] | None = None,
         checksum: bool = False,
+        index_only: bool = False,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = multimodal
+        self._index_only = index_only
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         kinds = ["bin", "lengths", "borders", "origins"] + (["modes"] if multimodal else [])
@@ -180,9 +184,8 @@ class IndexedWriter:
                 f"appended to {self.prefix} ({_describe(self.dtype, self.multimodal)})."
             )
         first = self.num_sequences
-        with bin_path(prefix).open("rb") as source:
-            while block := source.read(1 << 24):
-                self._write_tokens(block)
+        for tokens in () if self._index_only else other.stretches():
+            self._write_tokens(tokens.data)
         for start in range(0, len(other), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             self._files["lengths"].write(other.lengths[rows].tobytes())
@@ -217,7 +220,10 @@ class IndexedWriter:
             self._partial("origins").replace(origins_path(self.prefix))
         else:
             origins_path(self.prefix).unlink(missing_ok=True)
-        self._partial("bin").replace(bin_path(self.prefix))
+        if self._index_only:
+            bin_path(self.prefix).unlink(missing_ok=True)
+        else:
+            self._partial("bin").replace(bin_path(self.prefix))
         # An index on the disk implies that its tokens are there, after a loss of power too.
         folder = Path(self.prefix).parent
         sync_folder(folder)

@@ -40,12 +40,18 @@ def preprocess_parts(
     Returns:
         The report of the joined pairs, or of the one part.
     """
-    numbers = range(config.partitions) if config.partition < 0 else [config.partition]
+    parts = [
+        (_part_config(config, number), part)
+        for number, part in enumerate(divide(corpus, config.partitions))
+        if config.partition in (-1, number)
+    ]
     if config.partition < 0 and not config.overwrite:
-        _refuse_finished(config, corpus, tools)
+        for part_config, part_corpus in parts:
+            if _finished(part_config, part_corpus, tools) is None:
+                # Joined pairs whose parts are not those of this work are not replaced.
+                refuse_finished(output_prefixes(config).values(), "")
     reports = []
-    for number in numbers:
-        part_config, part_corpus = _part(config, corpus, number)
+    for number, (part_config, part_corpus) in enumerate(parts, max(config.partition, 0)):
         report = _finished(part_config, part_corpus, tools)
         if report is None:
             log.info("part %s of %s", number, config.partitions)
@@ -69,20 +75,10 @@ def preprocess_parts(
     return whole
 
 
-def _refuse_finished(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> None:
-    """Refuse to replace joined pairs whose parts are not those of this work."""
-    for number in range(config.partitions):
-        if _finished(*_part(config, corpus, number), tools) is None:
-            refuse_finished(output_prefixes(config).values(), "")
-
-
-def _part(
-    config: PreprocessConfig, corpus: Corpus, number: int
-) -> tuple[PreprocessConfig, Corpus]:
-    """Options and inputs of one part."""
+def _part_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
+    """Options of one part."""
     prefix = f"{config.output_prefix}_{number}"
-    part_config = replace(config, output_prefix=prefix, partitions=1, partition=-1)
-    return part_config, divide(corpus, number, config.partitions)
+    return replace(config, output_prefix=prefix, partitions=1, partition=-1)
 
 
 def _finished(

@@ -1,13 +1,13 @@
 """Tokenizes a corpus into indexed datasets, whole or in parts; ``tokenizing.py`` does it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.spot_check import EngineDifferenceError
 from mcore_data.indexed.output_lock import make_parent_folder
-from mcore_data.preprocessing.blocks import BLOCK_BYTES, InputSource
+from mcore_data.preprocessing.blocks import BLOCK_BYTES
 from mcore_data.preprocessing.partitioning import preprocess_parts
 from mcore_data.preprocessing.sources import Corpus, find_inputs, report_left_out
 from mcore_data.preprocessing.tokenizing import (
@@ -53,16 +53,14 @@ def preprocess(
         RuntimeError: if an input or the journal is damaged, a worker died, or the disk is
             full.
     """
-    sources = find_inputs(config.input, text_lines=config.text_lines)
-    _check_keys(config, sources)
-    corpus = Corpus(sources, report_left_out(config.input))
+    corpus = find_corpus(config)
     make_parent_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
     work = preprocess_parts if config.partitions > 1 else preprocess_corpus
     try:
         return work(config, corpus, tools, on_progress, block_bytes)
     except EngineDifferenceError as error:
-        if config.engine != "auto" or any(source.is_stream for source in sources):
+        if config.engine != "auto" or any(source.is_stream for source in corpus.sources):
             raise EngineDifferenceError(
                 f"{error} Give the same command with --engine reference: it begins anew."
             ) from None
@@ -72,10 +70,13 @@ def preprocess(
     return work(config, corpus, exact, on_progress, block_bytes)
 
 
-def _check_keys(config: PreprocessConfig, sources: Sequence[InputSource]) -> None:
+def find_corpus(config: PreprocessConfig) -> Corpus:
+    """List the inputs of ``--input``, and log what is left out; raises as ``preprocess``."""
+    sources = find_inputs(config.input, text_lines=config.text_lines)
     texts = [source.path for source in sources if source.kind in ("text", "text_lines")]
     if texts and len(config.json_keys) > 1:
         raise ValueError(
             f"--json-keys {' '.join(config.json_keys)}: {texts[0]} is plain text and has one "
             "text a document. Give one key, or preprocess it by itself."
         )
+    return Corpus(sources, report_left_out(config.input))

@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from glob import glob
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 _TEXTS = (".txt", ".text")
-_OF_OUTPUTS = (".manifest.json", ".journal.json")
+_OF_OUTPUTS = (".manifest.json", ".journal.json", ".plan.json", ".failed.json")
 _NAMED_LEFT_OUT = 20
 
 
@@ -103,7 +104,7 @@ def data_files(names: Sequence[str]) -> list[str]:
 
     Args:
         names: of all files, from the folder on. Hidden files, what lies in hidden folders,
-            manifests and journals are not chosen.
+            manifests, journals and plans are not chosen.
     """
     shown = [
         name
@@ -152,6 +153,12 @@ def read_blocks(
 
 def refuse_changed(sources: Sequence[InputSource]) -> None:
     """Raise RuntimeError if a source has another size, time of change or ETag than before."""
+    for change in list_changes(sources):
+        raise RuntimeError(f"{change}: it changed while it was read. {GIVE_AGAIN}")
+
+
+def list_changes(sources: Sequence[InputSource]) -> Iterator[str]:
+    """Yield a phrase for each source of another size, time of change or ETag than before."""
     for source in sources:
         if source.is_stream:
             continue
@@ -161,23 +168,20 @@ def refuse_changed(sources: Sequence[InputSource]) -> None:
         else:
             found, _ = find_remote(source.path, refresh=True)
             now = found[0][1:] if found else None
-        if now != (source.size, source.stamp):
-            if now is None:
-                change = "is gone"
-            elif now[0] == source.size:
-                change = f"was written to, and has {now[0]:,} bytes as before"
-            else:
-                change = f"had {source.size:,} bytes and now has {now[0]:,} bytes"
-            raise RuntimeError(
-                f"{source.path} changed while it was read: it {change}. {GIVE_AGAIN}"
-            )
+        if now == (source.size, source.stamp):
+            continue
+        if now is None:
+            yield f"{source.path} is gone"
+        elif now[0] == source.size:
+            yield f"{source.path} was written to, and has {now[0]:,} bytes as before"
+        else:
+            yield f"{source.path} had {source.size:,} bytes and now has {now[0]:,} bytes"
 
 
-def divide(corpus: Corpus, part: int, num_parts: int) -> Corpus:
-    """Part ``part`` of ``num_parts`` of a corpus, all of about one size.
+def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
+    """Divide a corpus into parts of about one size, which in order are the corpus.
 
     Plain files are cut between lines; other files belong to the part in which they start.
-    The parts together, in order, are the corpus.
     """
     sources = corpus.sources
     streams = [source.path for source in sources if source.is_stream]
@@ -185,21 +189,27 @@ def divide(corpus: Corpus, part: int, num_parts: int) -> Corpus:
         name = "standard input" if streams[0] == STDIN else streams[0]
         raise ValueError(f"--partitions needs files: {name} cannot be divided.")
     total = sum(source.size for source in sources)
-    low, high = total * part // num_parts, total * (part + 1) // num_parts
-    chosen = []
+    borders = [total * number // num_parts for number in range(num_parts + 1)]
+    chosen: list[list[InputSource]] = [[] for _ in range(num_parts)]
     at = 0
     for source in sources:
+        number = min(bisect_right(borders, at), num_parts) - 1
         if source.is_divisible:
-            first, last = max(low - at, 0), min(high - at, source.size)
-            first, last = _line_start(source, first), _line_start(source, last)
-            if first < last:
-                stop = last if last < source.size else 0
-                chosen.append(replace(source, start=first, stop=stop))
-        elif low <= at < high or (at == total and part == num_parts - 1):
-            chosen.append(source)
+            start = 0
+            while start < source.size:
+                last = _line_start(source, borders[number + 1] - at)
+                if start < last:
+                    stop = last if last < source.size else 0
+                    chosen[number].append(replace(source, start=start, stop=stop))
+                start, number = last, number + 1
+        else:
+            chosen[number].append(source)
         at += source.size
     listing = digest([[Path(source.path).name, source.kind, source.size] for source in sources])
-    return replace(corpus, sources=chosen, part=Part(part, num_parts, listing))
+    return [
+        replace(corpus, sources=part, part=Part(number, num_parts, listing))
+        for number, part in enumerate(chosen)
+    ]
 
 
 def count_lines(path: str, stop: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.index_format import bin_path
 from mcore_data.indexed.origins import Origins
 from mcore_data.loading.sampler import CyclicSampler
 from mcore_data.preprocessing.blocks import describe
@@ -42,7 +41,8 @@ class DocumentRange:
         document: number of the document in the pair.
         source: the range of the stored sequence.
         position: position in the sample of the range's first token.
-        first_byte: first byte of the range in the ``.bin``; -1 for mock data.
+        bin: the ``.bin`` file that holds the range; "" for mock data.
+        first_byte: first byte of the range in this file; -1 for mock data.
         last_byte: one past the last byte of the range; -1 for mock data.
         text: decoded text of the tokens; without a tokenizer the ids.
         origin: input file and line or row of the document; "" if unknown.
@@ -52,6 +52,7 @@ class DocumentRange:
     document: int
     source: SampleRange
     position: int
+    bin: str
     first_byte: int
     last_byte: int
     text: str
@@ -193,16 +194,17 @@ class RunData:
         stored = self._stored[source.prefix]
         tokens = stored.get(source.sequence, source.offset, source.length).tolist()
         text = self.tokenizer.decode(tokens) if self.tokenizer else str(tokens)
-        document, first, last, origin = source.sequence, -1, -1, ""
+        document, path, first, last, origin = source.sequence, "", -1, -1, ""
         if source.prefix:
             borders = stored.documents
             document = int(np.searchsorted(borders, source.sequence, side="right")) - 1
             size = stored.dtype.itemsize
             first = int(stored.index.pointers[source.sequence]) + source.offset * size
+            path, first = stored.locate(first)
             last = first + source.length * size
             origin = self.origin(source.prefix, document)
         return DocumentRange(
-            source.prefix, document, source, position, first, last, text, origin
+            source.prefix, document, source, position, str(path), first, last, text, origin
         )
 
 
@@ -217,7 +219,7 @@ def draw_explanation(data: RunData, step: int, sample: int) -> list[str]:
         where = f"document {piece.document} of {piece.prefix or 'made-up data'}"
         stored = ""
         if piece.prefix:
-            stored = f", bytes {piece.first_byte}-{piece.last_byte} of {bin_path(piece.prefix)}"
+            stored = f", bytes {piece.first_byte}-{piece.last_byte} of {piece.bin}"
         lines.append(
             f"  tokens {piece.position}-{piece.position + source.length} are tokens "
             f"{source.offset}-{stop} of {where}{stored}"

@@ -1,0 +1,463 @@
+"""A frozen division of a corpus into units, which any number of workers write.
+
+``<output-prefix>.plan.json`` lists the inputs with their sizes and stamps, the units, and all
+settings that decide the ids. A unit is a part of the corpus as ``--partitions`` divides it,
+with its own pair ``<output-prefix>.units/<number>_<key>_document``. Progress is not stored: a
+unit is done if its manifests carry the hash of its work, running if its lock file exists, and
+failed if ``<number>.failed.json`` exists.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_base.file_lock import Holder
+from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.indexed.index_format import CorruptDatasetError
+from mcore_data.indexed.manifest import (
+    has_files,
+    manifest_path,
+    parse_json,
+    read_manifest,
+    replace_json,
+)
+from mcore_data.indexed.merging import merge_pairs
+from mcore_data.indexed.output_lock import make_folder, only_writer
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.preprocessing.blocks import InputSource
+from mcore_data.preprocessing.preprocessing import find_corpus
+from mcore_data.preprocessing.sources import Corpus, Part, divide
+from mcore_data.preprocessing.tokenizing import (
+    Tools,
+    build_tools,
+    output_prefixes,
+    work_hash,
+)
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".plan.json"
+_FORMAT = 1
+_OF_WORKERS = ("workers", "partitions", "partition", "plan", "claim_timeout_s")
+_OF_COMMANDS = ("input", "output_prefix", "overwrite", *_OF_WORKERS)
+_RATE_UNITS = 100
+_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of a plan.
+
+    Attributes:
+        config: options with the unit's own output prefix.
+        corpus: what the unit reads; its ``part`` has the unit's number.
+        work: hash of everything that decides the unit's bytes, as in its manifests.
+    """
+
+    config: PreprocessConfig
+    corpus: Corpus
+    work: str
+
+    @property
+    def number(self) -> int:
+        """Number of the unit, from 0."""
+        return self.corpus.part.number if self.corpus.part else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes of the unit's inputs."""
+        return sum(source.num_bytes for source in self.corpus.sources)
+
+    @property
+    def lock_path(self) -> Path:
+        """The file that a worker holds while it writes the unit."""
+        return Path(f"{self.config.output_prefix}.lock")
+
+    @property
+    def failure_path(self) -> Path:
+        """The file with the error of the unit's last attempt."""
+        return Path(f"{self.config.output_prefix}.failed.json")
+
+    @property
+    def manifest_paths(self) -> list[Path]:
+        """The manifest of each key's pair."""
+        return [manifest_path(prefix) for prefix in output_prefixes(self.config).values()]
+
+    def is_done(self) -> bool:
+        """Whether all pairs of the unit are complete, by manifests and sizes of files."""
+        for prefix in output_prefixes(self.config).values():
+            facts = read_manifest(prefix)
+            if facts.get("work") != self.work or not has_files(prefix, facts):
+                return False
+        return True
+
+    def failure(self) -> str:
+        """Error of the last attempt; empty if there is none."""
+        try:
+            facts = parse_json(self.failure_path.read_bytes())
+        except FileNotFoundError:
+            return ""
+        return str(facts["error"]) if facts else "an error that cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """A plan as it is stored.
+
+    Attributes:
+        path: the plan's file.
+        config: options of all units, with the output prefix of the whole.
+        tokenizer: type and files of the tokenizer.
+        tokenizer_sha256: hash of the tokenizer that the plan was made with.
+        engine: name of the engine that the plan was made with.
+        units: in the order of the corpus.
+    """
+
+    path: Path
+    config: PreprocessConfig
+    tokenizer: TokenizerConfig
+    tokenizer_sha256: str
+    engine: str
+    units: Sequence[Unit]
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the units' files."""
+        return Path(f"{self.config.output_prefix}.units")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStatus:
+    """State of all units.
+
+    Attributes:
+        num_units: units of the plan.
+        num_bytes: stored bytes of all inputs.
+        done: numbers of the units that are complete.
+        running: who writes each unit that is being written, by number.
+        failed: error of each unit that failed, by number.
+        waiting: numbers of all other units.
+        left_bytes: stored bytes of the units that are not done.
+        bytes_per_s: speed of all workers over the last finished units; 0 if not yet known.
+    """
+
+    num_units: int
+    num_bytes: int
+    done: Sequence[int]
+    running: dict[int, str]
+    failed: dict[int, str]
+    waiting: Sequence[int]
+    left_bytes: int
+    bytes_per_s: float
+
+
+def make_plan(
+    config: PreprocessConfig, tokenizer_config: TokenizerConfig, unit_bytes: int
+) -> WorkPlan:
+    """List the inputs, divide them into units and write ``<output-prefix>.plan.json``.
+
+    The same command again writes nothing.
+
+    Args:
+        config: inputs, output prefix and options, which hold for all units.
+        tokenizer_config: the tokenizer.
+        unit_bytes: stored bytes of a unit. Plain files are cut between lines; a larger file
+            of another kind is one unit.
+
+    Raises:
+        ValueError: if options of workers or of ``--partitions`` are given, or another plan has
+            this output prefix and ``overwrite`` is off; and as ``preprocess`` does.
+    """
+    given = options_given(config, _OF_WORKERS)
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)}: not an option of a plan. Units are cut by --unit-size, "
+            "and --workers belongs to preprocess --plan."
+        )
+    corpus = find_corpus(config)
+    tools = build_tools(config, tokenizer_config)
+    frozen = replace(config, sentence_splitter=_splitter_kind(tools, config))
+    total = sum(source.size for source in corpus.sources)
+    divided = divide(corpus, max(1, -(-total // unit_bytes)))
+    parts = [part for part in divided if part.sources] or divided[:1]
+    plan = WorkPlan(
+        path=Path(f"{config.output_prefix}{SUFFIX}"),
+        config=frozen,
+        tokenizer=tokenizer_config,
+        tokenizer_sha256=tools.tokenizer.fingerprint(),
+        engine=tools.encoder.engine.name,
+        units=[],
+    )
+    units = []
+    for number, part in enumerate(parts):
+        corpus_hash = part.part.corpus if part.part else ""
+        of_unit = replace(part, part=Part(number, len(parts), corpus_hash))
+        work = work_hash(frozen, of_unit, tools)
+        units.append(Unit(_unit_config(frozen, number), of_unit, work))
+    plan = replace(plan, units=units)
+    make_folder(plan.path.parent, f"--output-prefix {config.output_prefix}")
+    facts = _facts(plan, corpus)
+    with only_writer(config.output_prefix):
+        if plan.path.is_file():
+            stored = parse_json(plan.path.read_bytes()) or {}
+            if all(stored.get(name) == value for name, value in facts.items()):
+                return plan
+            if not config.overwrite:
+                raise ValueError(
+                    f"{plan.path} exists, and is of other inputs or options: choose another "
+                    "--output-prefix, or give --overwrite to replace the plan and, unit by "
+                    "unit, what was written by it."
+                )
+        replace_json(plan.path, facts)
+    return plan
+
+
+def read_plan(path: str | Path) -> WorkPlan:
+    """Read a plan; its outputs lie beside it, wherever the plan was moved to.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not named as a plan.
+        CorruptDatasetError: if it is damaged or of a later version.
+    """
+    path = Path(path)
+    if not path.name.endswith(SUFFIX):
+        raise ValueError(f"--plan {path}: give <output-prefix>{SUFFIX} of mcore-data plan.")
+    if not path.is_file():
+        raise FileNotFoundError(f"--plan {path} does not exist: mcore-data plan makes it.")
+    facts = parse_json(path.read_bytes())
+    if facts is None or facts["format"] != _FORMAT:
+        raise CorruptDatasetError(
+            f"{path} is damaged or of a later version. Give the command that made it again, "
+            "with --overwrite; units of the same work stay."
+        )
+    inputs = [InputSource(*one) for one in facts["inputs"]]
+    settings = {name: _from_json(value) for name, value in facts["settings"].items()}
+    config = PreprocessConfig(
+        input=tuple(source.path for source in inputs),
+        output_prefix=str(path)[: -len(SUFFIX)],
+        **settings,
+    )
+    units = []
+    for number, unit in enumerate(facts["units"]):
+        sources = [
+            replace(inputs[index], start=start, stop=stop)
+            for index, start, stop in unit["sources"]
+        ]
+        part = Part(number, len(facts["units"]), facts["corpus"])
+        corpus = Corpus(sources, facts["left_out"], part)
+        units.append(Unit(_unit_config(config, number), corpus, unit["work"]))
+    return WorkPlan(
+        path,
+        config,
+        TokenizerConfig(
+            **{name: _from_json(value) for name, value in facts["tokenizer_settings"].items()}
+        ),
+        facts["tokenizer"]["sha256"],
+        facts["tokenizer"]["engine"],
+        units,
+    )
+
+
+def build_plan_tools(plan: WorkPlan) -> Tools:
+    """Build the tokenizer and engine of a plan.
+
+    Raises:
+        ValueError: if they are not those that the plan was made with; and as ``preprocess``.
+    """
+    tools = build_tools(plan.config, plan.tokenizer)
+    if tools.tokenizer.fingerprint() != plan.tokenizer_sha256:
+        raise ValueError(
+            f"{plan.path}: the files of the tokenizer changed since the plan was made. Put the "
+            "old ones back, or make a plan with another --output-prefix."
+        )
+    if tools.encoder.engine.name != plan.engine:
+        raise ValueError(
+            f"{plan.path} was made with the engine {plan.engine}, and this machine has "
+            f"{tools.encoder.engine.name}: install the same extras."
+        )
+    unit = plan.units[0]
+    if work_hash(unit.config, unit.corpus, tools) != unit.work:
+        raise ValueError(
+            f"{plan.path}: this version of mcore-data, or of what splits sentences, gives "
+            "other units than the one that made the plan. Use one version on all machines."
+        )
+    return tools
+
+
+def status_of(plan: WorkPlan) -> PlanStatus:
+    """Look at the files of all units."""
+    names = list_names(plan)
+    done: list[int] = []
+    waiting: list[int] = []
+    running: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    for unit in plan.units:
+        if has_manifests(unit, names) and unit.is_done():
+            done.append(unit.number)
+        elif (holder := read_holder(unit.lock_path)) and holder.is_alive() is not False:
+            running[unit.number] = str(holder)
+        elif error := unit.failure():
+            failed[unit.number] = error
+        else:
+            waiting.append(unit.number)
+    num_bytes = sum(unit.num_bytes for unit in plan.units)
+    done_bytes = sum(plan.units[number].num_bytes for number in done)
+    return PlanStatus(
+        num_units=len(plan.units),
+        num_bytes=num_bytes,
+        done=done,
+        running=running,
+        failed=failed,
+        waiting=waiting,
+        left_bytes=num_bytes - done_bytes,
+        bytes_per_s=_rate([plan.units[number] for number in done]),
+    )
+
+
+def merge_plan(
+    plan: WorkPlan, *, physical: bool = False, overwrite: bool = False
+) -> dict[str, IndexedDataset]:
+    """Join the units into one dataset for each key; a logical one unless ``physical``.
+
+    Raises:
+        ValueError: if a unit is not done; and as ``merge_pairs`` does.
+    """
+    status = status_of(plan)
+    missing = sorted({*range(status.num_units)} - {*status.done})
+    if missing:
+        named = ", ".join(map(str, missing[:_NAMED])) + ", ..." * (len(missing) > _NAMED)
+        failed = "".join(
+            f" Unit {number} failed: {error}" for number, error in status.failed.items()
+        )
+        raise ValueError(
+            f"{len(missing)} of {status.num_units} units are not done: {named}. Write them "
+            f"with mcore-data preprocess --plan {plan.path}.{failed}"
+        )
+    return {
+        key: merge_pairs(
+            [output_prefixes(unit.config)[key] for unit in plan.units],
+            prefix,
+            overwrite=overwrite,
+            logical=not physical,
+        )
+        for key, prefix in output_prefixes(plan.config).items()
+    }
+
+
+def options_given(
+    config: PreprocessConfig | TokenizerConfig, names: Iterable[str]
+) -> list[str]:
+    """Flags of those of some options that differ from their defaults."""
+    defaults = {each.name: each.default for each in fields(config)}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in names
+        if getattr(config, name) != defaults[name]
+    ]
+
+
+def list_names(plan: WorkPlan) -> set[str]:
+    """Names in the folder of the units; none before the first worker."""
+    return set(os.listdir(plan.folder)) if plan.folder.is_dir() else set()
+
+
+def has_manifests(unit: Unit, names: set[str]) -> bool:
+    """Whether a unit has all its manifests, by the names in its folder."""
+    return all(path.name in names for path in unit.manifest_paths)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Who holds a lock file; None if it does not exist."""
+    try:
+        return Holder.parse(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def describe_status(plan: WorkPlan, status: PlanStatus) -> Iterator[str]:
+    """Yield lines on the state of a plan, for people."""
+    yield f"{plan.path}: {status.num_units} units, {status.num_bytes:,} bytes"
+    yield f"  done: {len(status.done)}"
+    yield f"  running: {len(status.running)}"
+    for number, holder in status.running.items():
+        yield f"    unit {number}: {holder}"
+    yield f"  failed: {len(status.failed)}"
+    for number, error in status.failed.items():
+        yield f"    unit {number}: {error}"
+    yield f"  waiting: {len(status.waiting)}"
+    if not status.left_bytes and len(status.done) == status.num_units:
+        yield f"  next: mcore-data merge --plan {plan.path}"
+    elif status.bytes_per_s:
+        left_s = status.left_bytes / status.bytes_per_s
+        yield f"  rate: {status.bytes_per_s / 1e6:,.1f} MB/s, {left_s:,.0f} s left"
+    else:
+        yield "  rate: not known before two units are done"
+
+
+def _rate(done: Sequence[Unit]) -> float:
+    """Bytes per second over the last finished units, by the times of their manifests.
+
+    All times are of one clock, the file server's. The first unit only marks the start.
+    """
+    finished = sorted(
+        (max(path.stat().st_mtime for path in unit.manifest_paths), unit.num_bytes)
+        for unit in done
+    )[-_RATE_UNITS:]
+    span_s = finished[-1][0] - finished[0][0] if finished else 0.0
+    return sum(num_bytes for _, num_bytes in finished[1:]) / span_s if span_s else 0.0
+
+
+def _facts(plan: WorkPlan, corpus: Corpus) -> dict[str, Any]:
+    """The content of the plan's file, in types of JSON."""
+    index = {source.path: number for number, source in enumerate(corpus.sources)}
+    first = plan.units[0].corpus.part
+    return {
+        "format": _FORMAT,
+        "settings": {
+            name: _to_json(value)
+            for name, value in asdict(plan.config).items()
+            if name not in _OF_COMMANDS
+        },
+        "tokenizer_settings": {
+            name: _to_json(value) for name, value in asdict(plan.tokenizer).items()
+        },
+        "tokenizer": {"sha256": plan.tokenizer_sha256, "engine": plan.engine},
+        "corpus": first.corpus if first else "",
+        "inputs": [
+            [source.path, source.kind, source.size, source.stamp] for source in corpus.sources
+        ],
+        "left_out": list(corpus.left_out),
+        "units": [
+            {
+                "work": unit.work,
+                "sources": [
+                    [index[source.path], source.start, source.stop]
+                    for source in unit.corpus.sources
+                ],
+            }
+            for unit in plan.units
+        ],
+    }
+
+
+def _unit_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
+    return replace(config, output_prefix=f"{config.output_prefix}.units/{number:05d}")
+
+
+def _splitter_kind(tools: Tools, config: PreprocessConfig) -> Any:
+    """The splitter that ``auto`` chose; else the option as it is."""
+    if tools.splitter is None or config.sentence_splitter != "auto":
+        return config.sentence_splitter
+    return "rules" if tools.splitter.name.startswith("rules") else "punkt"
+
+
+def _to_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
