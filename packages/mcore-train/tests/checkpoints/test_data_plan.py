@@ -257,7 +257,8 @@ def test_a_seed_or_data_that_changed_since_are_noticed(texts, tmp_path, caplog):
     build(**options, load=str(tmp_path / "run"), seed=4)
     assert "--seed" not in caplog.text
     build(**options, load=str(tmp_path / "run"))
-    assert "--seed 1234 continues a run of --seed 4: from step 2 on the order of samples" in caplog.text
+    message = "--seed 1234 continues a run of --seed 4: from step 2 on the order of samples"
+    assert message in caplog.text
     with IndexedWriter(a, "uint16") as writer:
         writer.add_documents(np.arange(200), np.array([100, 100]))
     with pytest.raises(ValueError, match="is not the data that the run read: it had 30"):
