@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -90,7 +91,7 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
     source = read_source(path, settings)
     config_type = FAMILY_COMMANDS[command or source.command].run
     options = list_options(config_type)
-    known = {*flag_names(config_type), LAYERS_PER_STAGE}
+    known = {*_flag_names(config_type), LAYERS_PER_STAGE}
     names = {given.words[0] for given in source.given if given.words}
     answers: list[Answer] = []
     kept: list[str] = []
@@ -197,10 +198,23 @@ def _answer(
     return Answer(given.text, "refused", unknown_option(name, {*known, *SPELLINGS}))
 
 
+@cache
+def _flag_names(config_type: type[TrainConfig]) -> frozenset[str]:
+    return frozenset(flag_names(config_type))
+
+
+@cache
+def _documented_defaults(config_type: type[TrainConfig]) -> Mapping[str, str]:
+    """Map options whose default is not Megatron's to Megatron's, from their docstrings."""
+    texts = option_texts(list_options(config_type))
+    found = {name: _THEIRS.search(text) for (_, name), text in texts.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
 def _of_another(flags: Sequence[str]) -> str:
     """Name the command that has a flag; "" if none has."""
     for name, command in FAMILY_COMMANDS.items():
-        if flags and flags[0] in flag_names(command.run):
+        if flags and flags[0] in _flag_names(command.run):
             return f"an option of mcore-train {name}: give --command {name} if it is one"
     return ""
 
@@ -315,14 +329,11 @@ def _take_defaults(
         for name, value in missing.items()
     ]
     idle = idle_options(values, get_type_hints(config_type).values())
-    for (_, name), text in option_texts(options).items():
-        theirs = _THEIRS.search(text)
-        if name in {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS} or not theirs:
+    for name, theirs in _documented_defaults(config_type).items():
+        if name in {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS}:
             continue
-        if not theirs[1].startswith("none"):  # what Megatron requires is in the file
-            reason = (
-                f"{theirs[1]} in Megatron, {_spelled(ours[name])} here; give it to have that"
-            )
+        if not theirs.startswith("none"):  # what Megatron requires is in the file
+            reason = f"{theirs} in Megatron, {_spelled(ours[name])} here; give it to have that"
             answers.append(Answer(f"--{name.replace('_', '-')}", "changed default", reason))
     return answers
 
