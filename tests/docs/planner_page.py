@@ -29,6 +29,7 @@ PROGRAMS = {"bert": "bert", "t5": "t5", "mamba2": "mamba", "nemotron": "mamba"}
 """Commands of other families, by how the names of their files begin."""
 SKIPPED = ("checkpoint-", "decode-", "moe-layer", "preprocess-", "quant", "fp8-quality")
 SKIPPED += ("fp8-errors", "determinism", "server", "load", "mamba-2.7b", "index")
+SKIPPED += ("optimizers-", "observing-", "redesign-")
 """Results that time no training step by its options."""
 GRAPHS = {
     "eager": "",

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from docs import performance_page
 from docs.blocks import ROOT
 from house.rows import COVERAGE, read_rows, topics
 from house.sources import all_sources
@@ -35,6 +36,17 @@ def test_the_roadmap_has_each_topic_that_rows_are_still_open_for():
     listed = set(re.findall(r"^\| `(\w+)` \| .+ \|$", page, re.MULTILINE))
     still_open = {row["open"] for row in read_rows(COVERAGE) if "open" in row}
     assert still_open <= listed <= topics()
+
+
+def test_the_performance_page_has_the_measured_results():
+    page = performance_page.PAGE.read_text()
+    assert page == performance_page.render(), "run tests/docs/performance_page.py"
+    assert performance_page.PICTURE.read_text() == performance_page.draw()
+    # By the formula of the page: Llama-3-8B, 32 layers of 4096 channels, 8192 tokens.
+    run = next(run for run in performance_page.measured_runs() if run.model == "Llama-3-8B")
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    flops = 3 * (2 * matrices + 32 * 2 * 8192 * 4096)
+    assert run.tokens_per_s * flops / 989e12 == pytest.approx(run.mfu, rel=0.005)
 
 
 def test_the_comparison_has_a_case_for_each_other_trainer():

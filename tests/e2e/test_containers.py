@@ -294,8 +294,15 @@ def test_unit_tests_run_on_ranks_with_a_log_for_each(tmp_path):
     own.mkdir(parents=True)
     shutil.copy(ROOT / "tests/unit_tests/run_unit_tests.sh", own)
     (own / "test_rank.py").write_text(
-        "import os\ndef test_rank():\n    print('rank', os.environ['RANK'], 'ran')\n"
-        "    assert os.environ['RANK'] != os.environ.get('FAIL')\n"
+        "import os, pathlib, time\n"
+        "def test_rank():\n"
+        "    here, rank = pathlib.Path(__file__).parent, os.environ['RANK']\n"
+        "    print('rank', rank, 'ran', flush=True)\n"
+        "    (here / f'ran-{rank}').touch()\n"
+        "    if rank == os.environ.get('FAIL'):  # its end ends the others\n"
+        "        while len(list(here.glob('ran-*'))) < 4:\n"
+        "            time.sleep(0.05)\n"
+        "    assert rank != os.environ.get('FAIL')\n"
     )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 

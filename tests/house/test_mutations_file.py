@@ -1,6 +1,9 @@
 """tests/mutations.toml misses no entry of the catalogue of silent bugs."""
 
+import subprocess
+import sys
 from itertools import groupby
+from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
@@ -26,6 +29,21 @@ def test_every_entry_is_killed_by_a_test_or_says_why_not():
 @pytest.mark.parametrize("row", mutants.mutants(), ids=lambda row: row["id"])
 def test_a_mutant_still_fits_its_file_and_parses(row):
     assert mutants.changes(row)
+
+
+def test_no_mutant_reads_a_name_that_is_not_there(tmp_path):
+    """A NameError would end the test before it compares anything."""
+    for number, row in enumerate([*mutants.mutants(), *mutants.mutants(rows.COVERAGE)]):
+        if row["file"].endswith(".py"):
+            (tmp_path / f"{row['id']}_{number}.py").write_text(mutants.planted(row))
+    command = ["ruff", "check", "--isolated", "--no-cache", "--select", "F821", str(tmp_path)]
+    done = subprocess.run(
+        [Path(sys.executable).parent / command[0], *command[1:], "--output-format", "concise"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_row_with_a_test_has_a_mutant():

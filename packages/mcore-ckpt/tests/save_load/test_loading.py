@@ -55,7 +55,7 @@ def test_missing_and_unexpected_tensors_are_named_with_their_neighbours(step):
         "missing in the checkpoint: model.blocks.0.gat.weight "
         "(nearest there: model.blocks.0.gate.weight)" in text
     )
-    assert "in the checkpoint, unasked for: optimizer.exp_avg.norm" in text
+    assert "in the checkpoint, not in the model: optimizer.exp_avg.norm" in text
     assert text.endswith("\nEverything else is loaded with --dist-ckpt-strictness log_all.")
 
 

@@ -66,7 +66,7 @@ def test_a_message_delays_what_waits_for_it():
 
 
 def test_auto_itself_is_no_schedule():
-    with pytest.raises(ValueError, match="take one of search_schedules"):
+    with pytest.raises(ValueError, match="choose one of search_schedules"):
         build_schedule(AUTO, 2, 4)
     for options, message in (
         ({"pipeline_memory_cap": "80"}, "no effect without --pipeline-schedule auto"),

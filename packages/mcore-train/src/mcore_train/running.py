@@ -137,8 +137,8 @@ def watched_world(
 
     Args:
         plan: of the run.
-        store: at which ranks meet; None: the launcher's. With a store the watch is off: who
-            gives it restarts ranks, and ends those that hang.
+        store: rendezvous of the ranks; None: the launcher's. With a store the watch is off:
+            the caller restarts ranks, and ends ranks that hang.
     """
     config = plan.config
     if not faulthandler.is_enabled():

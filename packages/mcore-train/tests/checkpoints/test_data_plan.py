@@ -27,6 +27,7 @@ from mcore_train.checkpoints.resuming import data_plan, load_run
 from mcore_train.composition import compose
 from mcore_train.evaluation import validate
 from mcore_train.loop import train
+from mcore_train.reporting.header import read_shares
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
 
@@ -80,10 +81,10 @@ def train_and_watch(monkeypatch, run, **options):
     seen = {}
     original = loop.train_step
 
-    def watched(run, batches, *arguments):
+    def watched(run, batches, *arguments, **options):
         rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
         seen[run.progress.iteration + 1] = rows
-        return original(run, batches, *arguments)
+        return original(run, batches, *arguments, **options)
 
     monkeypatch.setattr(loop, "train_step", watched)
     train(run, Reporter(None), **options)
@@ -136,6 +137,29 @@ def test_every_sample_of_a_run_is_told_from_its_checkpoint(texts, tmp_path, monk
         .decode(errors="ignore")
         .split()
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_warned"), [(40, 60, False), (300, 360, True), (300, 300, False)]
+)
+def test_a_longer_run_warns_if_its_samples_come_in_another_order(
+    texts, tmp_path, monkeypatch, caplog, before, after, is_warned
+):
+    # The split has about 130 samples: only more than one epoch depends on the run's length.
+    folder = str(tmp_path / "run")
+    options = {"data_path": [texts[0]], "global_batch_size": 4, "save": folder, "load": folder}
+    first = build(**options, train_samples=before)
+    assert 100 < first.plan.train_samples / next(read_shares(first)).epochs < 160
+    train_and_watch(monkeypatch, first, until=2)
+    changed = {"train_samples": after, "override_opt_param_scheduler": True}
+    run = build(**options, **changed)
+    assert ("some samples repeat" in caplog.text) is is_warned
+    rows = train_and_watch(monkeypatch, run, until=4)
+    expected = train_and_watch(
+        monkeypatch, build(**{**options, "load": "", "save": ""}, train_samples=before), until=4
+    )
+    is_equal = all((rows[step] == expected[step]).all() for step in (3, 4))
+    assert is_equal is not is_warned
 
 
 def test_where_a_document_went_is_every_step_that_read_it(texts, tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ class Rule:
     transposed: bool = False
     """The foreign tensor is stored [in, out]; ours are [out, in]."""
     sizes: tuple[int, ...] = ()
-    """Rows of each of ours within the foreign tensor; empty: equal shares."""
+    """Rows of each mcore tensor within the foreign tensor; empty: equal shares."""
     layers: tuple[int, ...] | None = None
     """Layers that the first ``*`` ranges over; None: all."""
     groups: int = 1

@@ -187,7 +187,7 @@ def _check_wanted(
     missing, unasked = names
     problems = [
         *_answer(strictness.on_missing, "missing in the checkpoint", missing),
-        *_answer(strictness.on_unexpected, "in the checkpoint, unasked for", unasked),
+        *_answer(strictness.on_unexpected, "in the checkpoint, not in the model", unasked),
     ]
     ways = ["--dist-ckpt-strictness log_all"] * bool(problems)
     skipped: Mapping[str, str] = {}

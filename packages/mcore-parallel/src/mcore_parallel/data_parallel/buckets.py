@@ -28,7 +28,7 @@ from mcore_parallel.precision.fp8_recipes import Tensorwise
 from mcore_parallel.sharding import NamedParameter
 
 ALIGNMENT = 64
-"""Elements to whose multiples a parameter's start is rounded up."""
+"""Alignment of a parameter's start, in elements."""
 
 END_MULTIPLE = 128
 """Elements to whose multiples, and the data ranks', a bucket's end is rounded up."""
@@ -129,7 +129,7 @@ class Bucket:
         self.size = size
         self.shard, self.replica, self.data = shard, replica, data
         self.kind = slots[0].named.layout.data
-        self.is_late = _lateness(slots[0].named) != ""
+        self.is_late = _extra_sum_kind(slots[0].named) != ""
         self.is_narrow, self._scales = scales is not None, scales
         self.ranges = shard_ranges(size, shard.size)
         self.params = torch.zeros(size, dtype=first.dtype, device=first.device)
@@ -334,7 +334,7 @@ def build_buckets(
     groups: dict[tuple, list[tuple[int, int, NamedParameter]]] = {}
     for order, (chunk, named) in enumerate(reversed(parameters)):
         is_narrow = named.parameter in narrow
-        key = (named.parameter.dtype, named.layout.data, _lateness(named), is_narrow)
+        key = (named.parameter.dtype, named.layout.data, _extra_sum_kind(named), is_narrow)
         groups.setdefault(key, []).append((order, chunk, named))
     built: list[tuple[tuple[bool, int], Bucket]] = []
     for (dtype, kind, _, is_narrow), members in groups.items():
@@ -378,7 +378,7 @@ def fp8_weights(chunks: Iterable[nn.Module]) -> set[nn.Parameter]:
     return found
 
 
-def _lateness(named: NamedParameter) -> str:
+def _extra_sum_kind(named: NamedParameter) -> str:
     if named.layout.tied.size > 1:
         return "tied"
     return "partial" if any(p.partial.size > 1 for p in named.layout.parts) else ""

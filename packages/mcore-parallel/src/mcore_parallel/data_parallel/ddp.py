@@ -213,7 +213,7 @@ class DataParallel(GradientSync):
         self._is_finished = True
 
     def gathering(self) -> Iterator[Bucket]:
-        """Yield each bucket to be updated by who owns its ranges, then begin to gather it.
+        """Yield each bucket for its update by its owners, then start its all-gather.
 
         A gather runs under the updates of the buckets that come after it. With
         ``overlap_param_gather`` the last ones still run when the loop ends, and the modules
@@ -239,7 +239,7 @@ class DataParallel(GradientSync):
             self._gathering.wait()
 
     def gather_in_full(self) -> None:
-        """Gather in their own dtype the weights that are gathered in fp8 else."""
+        """All-gather in their own dtype the weights that are normally gathered in fp8."""
         for bucket in self.update_order:
             if bucket.is_narrow:
                 bucket.gather_params(in_full=True)
@@ -287,8 +287,8 @@ class DataParallel(GradientSync):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
-                f"{names[0]}{more}: .grad was set past DataParallel, which sums what backward "
-                "brings. In place of parameter.grad = gradient, call "
+                f"{names[0]}{more}: .grad was assigned directly, so DataParallel did not "
+                "reduce it. In place of parameter.grad = gradient, call "
                 "parameter.backward(gradient)."
             )
 

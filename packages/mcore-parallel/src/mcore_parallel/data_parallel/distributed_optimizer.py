@@ -85,7 +85,7 @@ class DistributedOptimizer:
     """Update rules on main gradients, over the ranges that this rank owns.
 
     Attributes:
-        rule: updates what no other group names.
+        rule: default rule, of parameters without a group.
         num_steps: updates made; set it when state is loaded.
     """
 
@@ -342,7 +342,7 @@ class DistributedOptimizer:
         self.data_parallel.gather_in_full()
 
     def _kept_apart(self, unit: OwnedUnit | None = None) -> list[Segment]:
-        """List the segments, of one unit or all, whose main weights are no weights."""
+        """List the segments, of one unit or all, that have main weights of their own."""
         units = self._segments if unit is None else (unit,)
         found = [segment for each in units for segment in self._segments[each]]
         return [s for s in found if self._keeps_main(s.unit)]

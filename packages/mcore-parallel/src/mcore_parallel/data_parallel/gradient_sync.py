@@ -85,7 +85,7 @@ class OwnedUnit(Protocol):
 
 
 FlatPart = tuple[OwnedUnit, int, Tensor]
-"""A unit, and a flat tensor that lies like what this rank owns of it from an element on."""
+"""A unit, the offset in this rank's shard, and a flat tensor with the layout from there on."""
 
 
 def clipped(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[OwnedRange]:
@@ -140,8 +140,8 @@ class GradientSync(ABC):
     def weight_shards(self) -> dict[str, Shard]:
         """Describe the model's weights on this rank, in the model's dtype, by logical name.
 
-        Views that stay good; current after ``wait_params``. Write to them only to load, and
-        call ``DistributedOptimizer.refresh`` then.
+        The views stay valid, and are current after ``wait_params``. Write to them only when
+        loading, then call ``DistributedOptimizer.refresh``.
         """
 
     @abstractmethod
@@ -169,10 +169,13 @@ class GradientSync(ABC):
         yield
 
     def start_sync(self, chunk: int) -> None:  # noqa: B027 - an engine may sum in finish alone
-        """Learn, inside ``no_sync``, that the backward that comes is a chunk's last."""
+        """Mark the next backward of a chunk as its last, so that its sums may start.
+
+        Called inside ``no_sync``.
+        """
 
     def start_weight_sync(self, chunk: int) -> None:  # noqa: B027
-        """Learn that the weight gradients that come are a chunk's last put-off ones."""
+        """Mark the next deferred weight gradients of a chunk as its last."""
 
     @property
     def update_order(self) -> Sequence[OwnedUnit]:
@@ -180,11 +183,11 @@ class GradientSync(ABC):
         return self.units
 
     def gathering(self) -> Iterator[OwnedUnit]:
-        """Yield each unit to be updated by its owners, then make its weights known to all."""
+        """Yield each unit for its update, then all-gather its updated weights."""
         yield from self.update_order
 
     def gather_params(self) -> None:
-        """Make weights known whose owners have changed them; see ``gathering``."""
+        """All-gather weights that their owners have changed; see ``gathering``."""
         for _ in self.gathering():
             pass
 

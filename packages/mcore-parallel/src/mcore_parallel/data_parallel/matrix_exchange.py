@@ -45,7 +45,7 @@ class _Part:
     shape: Shape
     """Of the matrix."""
     shift: tuple[int, ...]
-    """What offsets in the logical tensor lack to those in the matrix."""
+    """Added to an offset in the logical tensor: the offset in the matrix."""
     copy: str
     """Which computation of the matrix serves this rank, under ``duplicated``."""
 
@@ -465,7 +465,9 @@ def _choose_owners(tasks: Mapping[str, _Task], loads: list[float]) -> None:
         task.owner = min(task.candidates, key=lambda rank: (loads[rank], rank))
         loads[task.owner] += costs[name]
         for box in task.holders.get(task.owner, ()):
-            task.senders[box] = task.owner  # no message for what the owner has
+            task.senders[box] = (
+                task.owner
+            )  # the owner uses its own copy; no other rank sends it
 
 
 def _cut(matrix: Tensor, box: Box) -> Tensor:

@@ -1,8 +1,8 @@
-"""State of update rules over what this rank owns of its units, in pieces.
+"""Optimizer state of this rank's shards, split by update rule and by device.
 
-A unit's range is cut by the rules of its parameters, and into what the host takes and the rest
-(``Segment``), and that into neighbouring parameters that are updated by one call
-(``SegmentRun``).
+The range that a rank owns of a unit is split into ``Segment``s: one for each rule and each
+device (GPU or host). A segment is split into ``SegmentRun``s: neighbouring parameters of equal
+groups, which one call updates.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -45,7 +45,7 @@ STEP_SLACK_S = 5.0
 step is found within one period of the watch, at most 5 s more."""
 LEARNED_STEPS = 3
 """Steps before which none is late: the first ones load kernels and files."""
-COMMUNICATION = ("collectives.py", "p2p.py", "param_gather.py", "call_checks.py")
+COMMUNICATION = ("collectives.py", "p2p.py", "buckets.py", "call_checks.py")
 """Files of this package that communicate; their callers are the call sites."""
 GONE = ("left", "failed")
 """Last places of a rank that has left the watch."""
@@ -295,18 +295,16 @@ class Watch:
     def _report_late_step(self, place: str, late_s: float) -> str:
         """Log which ranks hold up a step, write the flight recorder, return what was logged."""
         places = {**self.places(), self.rank: place}
-        # Who waits in a collective waits for those who do not.
+        # Ranks in a collective wait for the ranks that are not in one.
         blamed = {
             rank: place
             for rank, place in places.items()
             if not place.startswith(("in ", WAITING)) and place not in GONE
         }
         others = {r: p for r, p in places.items() if r not in blamed}
-        first = (
-            f"rank {min(blamed)} holds" if blamed else "no rank outside of collectives holds"
-        )
+        first = f"rank {min(blamed)} holds up" if blamed else "every rank is in a collective in"
         text = (
-            f"{first} up step {self._steps.count + 1}, which takes {late_s:.0f} s; the longest "
+            f"{first} step {self._steps.count + 1}, which takes {late_s:.0f} s; the longest "
             f"before took {self._steps.longest_s:.1f} s. "
             f"{_listed(dict(sorted(blamed.items())))}"
             f"{'; the others: ' if blamed and others else ''}{_listed(others)}"
@@ -407,7 +405,7 @@ def is_waiting(frames: Mapping[int, FrameType], main: int) -> bool:
 def _waits_in(filename: str) -> bool:
     path = Path(filename)
     if "mcore_parallel" in path.parts:
-        return path.name in (*COMMUNICATION, "buckets.py")
+        return path.name in COMMUNICATION
     return "torch/distributed" in filename
 
 
@@ -436,10 +434,15 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
         is_on_device = stack and "torch/cuda/" in stack[0][0].f_code.co_filename
         where = f"{WAITING} at" if is_on_device else "at"
         return f"{where} {_line(*(own or stack)[0])}" if stack else "nowhere"
-    named = [i for i in inside if _axis_of(stack[i][0]) is not None]
+    # The collective rather than the ``wait`` inside of it, unless ``wait`` was called alone.
+    named = [
+        i
+        for i in inside
+        if _axis_of(stack[i][0]) is not None and stack[i][0].f_code.co_name != "wait"
+    ]
     frame = stack[(named or inside)[0]][0]
     outside = _outside(stack[inside[0] :])
-    # A frame in ``wait`` has no axis; its caller usually has one.
+    # A frame in ``wait`` may have no axis; its caller usually has one.
     axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
     site = f" at {_site(outside)}" if outside else ""
@@ -462,7 +465,7 @@ def _axis_of(frame: FrameType) -> Any:
     """Return the local ``axis`` of a frame, or ``self.axis``; None: neither exists."""
     names = frame.f_locals
     axis = names.get("axis", getattr(names.get("self"), "axis", None))
-    return axis if hasattr(axis, "ranks") else None
+    return axis if len(getattr(axis, "ranks", ())) > 1 else None
 
 
 def _communicates(frame: FrameType) -> bool:

@@ -129,7 +129,8 @@ class UpdateGroup:
     decay_factor: float = 1.0
     """Multiplies weight decay; 0: the parameter does not decay."""
     width: float = 1.0
-    """Divides the learning rate, and multiplies gradient and decay (muP): Adam's step has no
-    scale, so this divides its epsilon, and a step's decay stays."""
+    """Width over the base width (muP), w: the update uses lr / w, gradient * w and decay * w.
+    Adam's step does not depend on the gradient's scale, so its epsilon becomes eps / w, and
+    the decay of a step stays lr * decay."""
     joins_parts: bool = False
     """Of a ``MatrixRule``: whether all parts of the parameter are one matrix of their rows."""

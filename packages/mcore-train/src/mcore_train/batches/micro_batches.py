@@ -73,11 +73,12 @@ def cut_rows(batch: Batch, length: int) -> Batch:
     """Cut the packed rows of a batch into pieces that do not see each other.
 
     Args:
-        batch: with position_ids and cu_seqlens; returned as it is if ``length`` is a row's.
+        batch: with position_ids and cu_seqlens; returned as it is if no row is longer than
+            ``length``.
         length: of a piece; the last of a row may be shorter.
     """
     positions = batch.get("position_ids")
-    if positions is None or positions.shape[1] == length:
+    if positions is None or positions.shape[1] <= length:
         return batch
     num_tokens = positions.shape[1]
     marks = torch.arange(0, num_tokens, length, dtype=batch["cu_seqlens"].dtype)

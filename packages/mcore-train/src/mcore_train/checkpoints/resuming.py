@@ -22,6 +22,7 @@ from mcore_ckpt.save_load.local_saving import LocalSaver
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_data.datasets.blending import OrderedBlend
+from mcore_data.datasets.epochs import EpochsDataset
 from mcore_data.datasets.mixture import begins_at_steps
 from mcore_data.tracing.data_plan import (
     PLAN_FILE,
@@ -65,6 +66,7 @@ from mcore_train.checkpoints.side_state import (
 )
 from mcore_train.config import RunConfig
 from mcore_train.options.recipe import changed_options, write_recipe
+from mcore_train.reporting.header import read_shares
 from mcore_train.resolution import Plan
 from mcore_train.updating.lr_schedule import (
     LRSchedule,
@@ -283,9 +285,9 @@ def _warn_of_changed_seed(run: Run, then: int) -> None:
     now = run.plan.config.run.seed
     if now != then:
         log.warning(
-            "--seed %s continues a run of --seed %s: from step %s its data come in another "
-            "order, which repeats some of what was read and leaves out other; give --seed %s "
-            "to go on in the order of before.",
+            "--seed %s continues a run of --seed %s: from step %s on the order of samples "
+            "changes, so some samples repeat and some are skipped; give --seed %s to keep the "
+            "order.",
             *(now, then, run.progress.iteration + 1, then),
         )
 
@@ -352,6 +354,28 @@ def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
     before, after = ([each["lengths_hash"] for each in p.sources] for p in (then, now))
     if before != after:
         log.warning("the training data are not those that the run has read until now")
+    elif not isinstance(run.datasets.train, EpochsDataset):
+        _warn_of_changed_length(run, then.num_samples[0], now.num_samples[0])
+
+
+def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
+    """Warn if another number of samples changes the order of data that are read repeatedly.
+
+    Megatron's order of several epochs depends on the number of samples of the run; that of the
+    first epoch alone does not.
+    """
+    if then == now:
+        return
+    for share in read_shares(run):
+        epochs = share.epochs * max(then, now) / run.plan.train_samples
+        if epochs > 1:
+            log.warning(
+                "the run was to read %d samples and is to read %d now, %s %.2g times: the "
+                "order of several epochs depends on that number, so from step %d on some "
+                "samples repeat and some are skipped. Give the former --train-iters, or give "
+                "the data by --data-mixture-path, where each epoch has an order of its own.",
+                *(then, now, share.prefix or "mock data", epochs, run.progress.iteration + 1),
+            )
 
 
 def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
