@@ -481,7 +481,7 @@ def help_text(
         chosen = [option for option in options if option.name in usual]
     positionals = "".join(f" {o.invocation}" for o in options if o.is_positional)
     lines = [f"usage: {program}{positionals} [OPTIONS]", "", _first_paragraph(kind)]
-    texts = _option_texts(options)
+    texts = option_texts(options)
     for heading in dict.fromkeys(option.topic for option in chosen):
         own = [option for option in chosen if option.topic == heading]
         about = _first_paragraph(own[0].owner).splitlines()[0] if heading else ""
@@ -532,7 +532,7 @@ def _shown_default(value: Any) -> str:
     return "" if value is False or (value == 0 and isinstance(value, int)) else str(value)
 
 
-def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
+def option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
     """Return the help text of each option: a field's docstring, or ``Args`` of a function."""
     texts: dict[tuple[Any, str], str] = {}
     for owner in dict.fromkeys(option.owner for option in options):

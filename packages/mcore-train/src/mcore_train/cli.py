@@ -238,6 +238,13 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
+def migrate(words: Sequence[str]) -> int:
+    """Translate a launch script or config of another trainer into a recipe."""
+    from mcore_train.migrating.cli import migrate as migrate_file
+
+    return parse_options(migrate_file, "mcore-train migrate", words)
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -286,6 +293,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
     "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
+    "migrate": (
+        "migrate FILE: a launch script or config of another trainer to a recipe",
+        migrate,
+    ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),

@@ -194,7 +194,7 @@ def _uneven_counts(num_layers: int, pp: int, vpp: int, first: int, last: int) ->
 
 def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]:
     flag = f"--pipeline-model-parallel-layout {layout}"
-    parts = _expand(layout, flag).split("|")
+    parts = expand_layout(layout, flag).split("|")
     letters = "".join(parts)
     if len(parts) != pp * vpp:
         raise ValueError(
@@ -235,7 +235,7 @@ def _suggestion(num_stages: int, pp: int, vpp: int) -> str:
     return f"write {pp * vpp} stages"
 
 
-def _expand(layout: str, flag: str) -> str:
+def expand_layout(layout: str, flag: str) -> str:
     """Expand repetitions: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
 
     def repeated(match: re.Match[str]) -> str:

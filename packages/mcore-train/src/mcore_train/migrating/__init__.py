@@ -1,0 +1,1 @@
+"""Translate launch scripts and configs of other trainers into recipes, a line for each flag."""

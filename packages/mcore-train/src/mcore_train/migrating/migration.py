@@ -1,0 +1,393 @@
+"""From what a file asks for to a recipe, with an answer for each flag."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mcore_base.command_line import (
+    FaultCollector,
+    Option,
+    is_flag,
+    list_options,
+    option_texts,
+    read_words,
+)
+from mcore_base.command_line import unknown as unknown_option
+from mcore_base.options import describe_rules, idle_options, rules_of
+from mcore_parallel.pipeline_parallel.stages import expand_layout
+from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, flag_names
+from mcore_train.migrating.sources import CLASSES, Given, Source, read_source
+from mcore_train.options.megatron_defaults import (
+    LATENT_DEFAULTS,
+    MODEL_DEFAULTS,
+    defaults_not_taken,
+)
+from mcore_train.options.megatron_flags import (
+    INSTEAD,
+    NOTES,
+    SPELLINGS,
+    VALUES,
+    matching,
+    translate,
+)
+from mcore_train.options.parsing import LAYERS_PER_STAGE, virtual_stages
+from mcore_train.options.recipe import Value, write_recipe
+
+_THEIRS = re.compile(r"Megatron's default: ([^.]+(?:\.\d+)?)\.")
+_GROUPS_NOTE = "--num-query-groups"
+_HEADINGS = {
+    "changed default": "Megatron's default differs; not in the file",
+    "unresolved": "not in the file, so not in the recipe",
+    "launcher": "stays with the launcher",
+    "note": "note: not in the recipe, or with a remark",
+    "refused": "refused: not in the recipe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What becomes of one flag or key."""
+
+    text: str
+    kind: str
+    """Of CLASSES."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Migration:
+    """A recipe and how it was made."""
+
+    source: Source
+    answers: tuple[Answer, ...]
+    values: Mapping[str, Any]
+    """Options of the recipe, by name."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Places among the answers, by flag."""
+    open_flags: tuple[str, ...] = field(default=())
+    """Options that the file has and whose values it does not contain."""
+
+    def count(self, kind: str) -> int:
+        """Return the number of flags with an answer of one class."""
+        return sum(answer.kind == kind for answer in self.answers)
+
+
+def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> Migration:
+    """Translate a script or config into the options of a recipe.
+
+    Args:
+        path: of the file.
+        settings: variables that a script leaves open.
+        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: as the file tells.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file whose form is not known.
+    """
+    source = read_source(path, settings)
+    config_type = FAMILY_COMMANDS[command or source.command].run
+    options = list_options(config_type)
+    known = {*_flag_names(config_type), LAYERS_PER_STAGE}
+    names = {given.words[0] for given in source.given if given.words}
+    answers: list[Answer] = []
+    kept: list[str] = []
+    owners: dict[str, int] = {}
+    for given in source.given:
+        if given.kind:
+            answers.append(Answer(given.text, given.kind, given.reason))
+            continue
+        found: list[Answer] = []
+        for words in _flags(given.words):
+            found.append(_answer(given, words, known, options, names))
+            owners[words[0]] = len(answers)
+            kept += words if found[-1].kind != "refused" else []
+        refused = [answer for answer in found if answer.kind == "refused"]
+        reasons = " ".join(answer.reason for answer in refused or found)
+        answers.append(Answer(given.text, (refused or found)[0].kind, reasons))
+    faults = FaultCollector()
+    line = translate(kept, known, faults)
+    answers += [
+        Answer(note.partition(":")[0], "note", note.partition(": ")[2].rstrip("."))
+        for note in line.notes
+        if note.startswith(f"{_GROUPS_NOTE}:")
+    ]
+    words, layers_per_stage = _take(list(line.words), LAYERS_PER_STAGE)
+    values: dict[str, Any] = dict(source.values)
+    values |= read_words(options, line.defaults, faults)
+    values |= read_words(options, words, faults)
+    if layers_per_stage:
+        stages = faults.attempt(virtual_stages, values, layers_per_stage)
+        values |= {"num_virtual_stages_per_pipeline_rank": stages} if stages else {}
+    layout = values.get("pipeline_model_parallel_layout")
+    if layout and "num_virtual_stages_per_pipeline_rank" not in values:
+        # Megatron counts the stages of a rank from the layout.
+        text = faults.attempt(expand_layout, layout, "--pipeline-model-parallel-layout") or ""
+        stages = (text.count("|") + 1) // int(values.get("pipeline_model_parallel_size", 1))
+        if stages > 1:
+            values["num_virtual_stages_per_pipeline_rank"] = stages
+            place = owners["--pipeline-model-parallel-layout"]
+            reason = f"the same with --num-virtual-stages-per-pipeline-rank {stages}"
+            answers[place] = Answer(answers[place].text, "renamed", reason)
+    answers += [Answer("together", "refused", line) for line in faults.lines]
+    open_flags = tuple(
+        given.words[0] for given in source.given if given.kind == "unresolved" and given.words
+    )
+    if values.get("fp8_format") and {"fp8_amax_history_len", "fp8_amax_compute_algo"} & (
+        values.keys()
+    ):
+        values.setdefault("fp8_recipe", "delayed")  # the only recipe with a history
+    theirs = defaults_not_taken(values, line.foreign, config_type)
+    opened = {o.name: "x" for o in options if o.flag in open_flags and o.kind is str}
+    outside = {**(theirs if source.has_megatron_defaults else {}), **opened}
+    _drop_idle(values, outside, config_type, options, answers, owners)
+    if source.has_megatron_defaults:
+        answers += _take_defaults(values, line.foreign, config_type, options)
+    return Migration(
+        source=source,
+        answers=tuple(answers),
+        values=values,
+        owners=owners,
+        open_flags=open_flags,
+    )
+
+
+def _answer(
+    given: Given, words: list[str], known: set[str], options: list[Option], names: set[str]
+) -> Answer:
+    """Classify one flag with its values."""
+    name, values = words[0], words[1:]
+    faults = FaultCollector()
+    if name in known:
+        becomes = VALUES.get((name, values[0] if values else ""))
+        if name == LAYERS_PER_STAGE:
+            reason = "--num-virtual-stages-per-pipeline-rank, counted from --num-layers"
+            return Answer(given.text, "renamed", reason)
+        line = translate(words, known, faults)
+        read_words(options, line.words, faults)
+        if faults.lines:
+            return Answer(given.text, "refused", " ".join(faults.lines))
+        spelled = " ".join(becomes or words)
+        if becomes or not given.text.replace("=", " ").startswith(name):
+            return Answer(given.text, "renamed", spelled)
+        return Answer(given.text, "same")
+    spelling = SPELLINGS.get(name)
+    if spelling is not None:
+        needed = [spelling.needs] if spelling.needs in names else []
+        line = translate([*words, *needed], known, faults)
+        read_words(options, [*line.words, *line.defaults], faults)
+        if faults.lines:
+            reason = _of_another(spelling.becomes[:1]) or " ".join(faults.lines)
+            return Answer(given.text, "refused", reason)
+        if not spelling.becomes or (spelling.is_default and spelling.becomes[0] in names):
+            return Answer(given.text, "note", spelling.note)
+        after = [] if spelling.num_values else values
+        note = f" ({spelling.note})" if spelling.note else ""
+        return Answer(given.text, "renamed", " ".join([*spelling.becomes, *after]) + note)
+    if note := matching(name, NOTES):
+        return Answer(given.text, "note", note)
+    if elsewhere := _of_another([name]):
+        return Answer(given.text, "refused", elsewhere)
+    if instead := matching(name, INSTEAD):
+        return Answer(given.text, "refused", instead)
+    if not given.text.startswith("--"):
+        return Answer(given.text, "refused", "this key has no counterpart; left out")
+    return Answer(given.text, "refused", unknown_option(name, {*known, *SPELLINGS}))
+
+
+@cache
+def _flag_names(config_type: type[TrainConfig]) -> frozenset[str]:
+    return frozenset(flag_names(config_type))
+
+
+@cache
+def _documented_defaults(config_type: type[TrainConfig]) -> Mapping[str, str]:
+    """Map options whose default is not Megatron's to Megatron's, from their docstrings."""
+    texts = option_texts(list_options(config_type))
+    found = {name: _THEIRS.search(text) for (_, name), text in texts.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def _of_another(flags: Sequence[str]) -> str:
+    """Name the command that has a flag; "" if none has."""
+    for name, command in FAMILY_COMMANDS.items():
+        if flags and flags[0] in _flag_names(command.run):
+            return f"an option of mcore-train {name}: give --command {name} if it is one"
+    return ""
+
+
+def _flags(words: Iterable[str]) -> list[list[str]]:
+    """Cut words into flags with their values."""
+    found: list[list[str]] = []
+    for word in words:
+        if is_flag(word) or not found:
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def _take(words: list[str], flag: str) -> tuple[list[str], str]:
+    """Take a flag and its value out of words."""
+    if flag not in words:
+        return words, ""
+    place = words.index(flag)
+    return words[:place] + words[place + 2 :], words[place + 1] if words[place + 1 :] else ""
+
+
+def _drop_idle(
+    values: dict[str, Any],
+    outside: Mapping[str, Any],
+    config_type: type[TrainConfig],
+    options: list[Option],
+    answers: list[Answer],
+    owners: Mapping[str, int],
+) -> None:
+    """Leave out options whose feature nothing turns on; a run would refuse them.
+
+    ``outside`` has options that the recipe does not set: Megatron's defaults, open ones.
+    """
+    flags = {option.name: option.flag for option in options}
+    parts = list(get_type_hints(config_type).values())
+    while idle := sorted(idle_options({**outside, **values}, parts) & values.keys()):
+        for name in idle:
+            del values[name]
+            rules = next(
+                (rules_of(part)[name] for part in parts if name in rules_of(part)), None
+            )
+            why = describe_rules(rules).rstrip(".") if rules else ""
+            reason = f"without effect in this run, left out: {why}"
+            place = owners.get(flags[name])
+            if place is None:
+                answers.append(Answer(flags[name], "note", reason))
+            else:
+                answers[place] = Answer(answers[place].text, "note", reason)
+
+
+def without_conflicts(
+    migration: Migration, command: str, find_faults: Callable[[Mapping[str, Any]], list[str]]
+) -> tuple[Migration, list[str]]:
+    """Leave out options without effect and switches that lack what they need.
+
+    Megatron takes both silently, a run here does not. Any other fault is a decision of the
+    user and stays.
+
+    Args:
+        migration: as the file has it.
+        command: whose options they are.
+        find_faults: returns what a run refuses of a table of options, a sentence each.
+
+    Returns:
+        The migration without them, each with its reason, and the faults that are left.
+    """
+    options = {option.flag: option for option in list_options(FAMILY_COMMANDS[command].run)}
+    values, answers = dict(migration.values), list(migration.answers)
+    while lines := find_faults(values):
+        before = len(values)
+        for line in lines:
+            flag, _, rest = line.partition(" ")
+            option = options.get("--" + flag.removeprefix("--no-").removeprefix("--"))
+            is_idle = "has no effect" in rest and "leave it out" in rest
+            is_alone = rest.startswith("needs ") and option is not None and option.kind is bool
+            if option is None or option.name not in values or not (is_idle or is_alone):
+                continue
+            del values[option.name]
+            place = migration.owners.get(flag, len(answers))
+            text = answers[place].text if place < len(answers) else flag
+            kind = "note" if is_idle else "refused"
+            reason = line.removeprefix(text).strip() if line.startswith(text) else rest
+            answers[place : place + 1] = [Answer(text, kind, reason)]
+        if len(values) == before:
+            break
+    return replace(migration, values=values, answers=tuple(answers)), lines
+
+
+def _take_defaults(
+    values: dict[str, Any],
+    foreign: frozenset[str],
+    config_type: type[TrainConfig],
+    options: list[Option],
+) -> list[Answer]:
+    """Set ``megatron_defaults`` where the model relies on them; list each of them."""
+    ours = {option.name: option.default for option in options}
+    missing = defaults_not_taken(values, foreign, config_type)
+    # What a flag that has no option of ours turned off must not come back with the others.
+    turned_off = defaults_not_taken(values, (), config_type).keys() - missing.keys()
+    if missing:
+        values["megatron_defaults"] = True
+        values |= {name: ours[name] for name in turned_off}
+    answers = [
+        Answer(
+            f"--{name.replace('_', '-')}",
+            "changed default",
+            f"{_spelled(value)} in Megatron, {_spelled(ours[name])} here; megatron_defaults in "
+            "the recipe takes Megatron's",
+        )
+        for name, value in missing.items()
+    ]
+    idle = idle_options(values, get_type_hints(config_type).values())
+    for name, theirs in _documented_defaults(config_type).items():
+        if name in {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS}:
+            continue
+        if not theirs.startswith("none"):  # what Megatron requires is in the file
+            reason = f"{theirs} in Megatron, {_spelled(ours[name])} here; give it to have that"
+            answers.append(Answer(f"--{name.replace('_', '-')}", "changed default", reason))
+    return answers
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return (
+        {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value) or "auto"
+    )
+
+
+def recipe_text(migration: Migration, command: str, origin: str) -> str:
+    """Write the options as a recipe, under the headings of their topics."""
+    topics: dict[str, dict[str, Value]] = {}
+    options = {option.name: option for option in list_options(FAMILY_COMMANDS[command].run)}
+    given = migration.values
+    for name, value in ((n, given[n]) for n in options if n in given):
+        plain = list(value) if isinstance(value, tuple) else value
+        topics.setdefault(options[name].topic, {})[name] = plain
+    order = dict.fromkeys(option.topic for option in options.values())
+    tables = (
+        f"\n[{topic}]\n{write_recipe(topics[topic])}" for topic in order if topic in topics
+    )
+    return f"# mcore-train {command}, migrated from {origin}.\n" + "".join(tables)
+
+
+def report_text(migration: Migration) -> str:
+    """Write one line for every flag, by class, in the order of the file."""
+    source, answers = migration.source, migration.answers
+    counts = ", ".join(f"{migration.count(k)} {k}" for k in CLASSES if migration.count(k))
+    lines = [f"{source.form}: {counts}"]
+    for kind in CLASSES:
+        rows = [answer for answer in answers if answer.kind == kind]
+        if rows:
+            lines += ["", f"{_HEADINGS.get(kind, kind)} ({len(rows)})"]
+        arrow = " -> " if kind == "renamed" else ": "
+        lines += [f"  {a.text}{arrow + a.reason if a.reason else ''}" for a in rows]
+    if source.skipped:
+        lines += ["", "not followed", *(f"  {line}" for line in source.skipped)]
+    return "\n".join(lines)
+
+
+def layout_world(values: Mapping[str, Any]) -> int:
+    """Return the smallest number of ranks that a layout divides."""
+    sizes = {
+        axis: int(values.get(f"{axis}_size", 1) or 1)
+        for axis in (
+            *("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"),
+            "expert_model_parallel",
+        )
+    }
+    tensor = sizes["tensor_model_parallel"]
+    expert_tensor = int(values.get("expert_tensor_parallel_size", 0) or tensor)
+    pipeline = sizes["pipeline_model_parallel"]
+    dense = tensor * sizes["context_parallel"] * pipeline
+    return math.lcm(dense, expert_tensor * sizes["expert_model_parallel"] * pipeline)
