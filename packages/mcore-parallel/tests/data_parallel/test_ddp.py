@@ -421,7 +421,7 @@ def test_a_gradient_that_is_set_by_hand_is_refused_and_one_that_backward_brings_
     weights = [*model[0].parameters(), model[1].weight]
     gradients = torch.autograd.grad(model(torch.ones(1, 3)).sum(), weights)
     model[0].weight.grad, model[1].weight.grad = gradients[0], gradients[2]
-    with pytest.raises(RuntimeError, match=r"1.weight and 1 more: .grad was set past"):
+    with pytest.raises(RuntimeError, match=r"1.weight and 1 more: .grad was assigned"):
         data_parallel.finish()
     model.zero_grad()
     for weight, gradient in zip(weights, gradients, strict=True):
