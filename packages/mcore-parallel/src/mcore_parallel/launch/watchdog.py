@@ -294,7 +294,7 @@ class Watch:
 
     def _report_late_step(self, place: str, late_s: float) -> str:
         """Log which ranks hold up a step, write the flight recorder, return what was logged."""
-        places = {**self.places(), self.rank: place}
+        places = dict(sorted({**self.places(), self.rank: place}.items()))
         # Ranks in a collective wait for the ranks that are not in one.
         blamed = {
             rank: place
@@ -306,7 +306,7 @@ class Watch:
         text = (
             f"{first} step {self._steps.count + 1}, which takes {late_s:.0f} s; the longest "
             f"before took {self._steps.longest_s:.1f} s. "
-            f"{_listed(dict(sorted(blamed.items())))}"
+            f"{_listed(blamed)}"
             f"{'; the others: ' if blamed and others else ''}{_listed(others)}"
         )
         log.warning("%s", text)
