@@ -5,11 +5,11 @@ A rank without pipeline neighbours has one stage, and its schedule has no messag
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from mcore_models.protocol import MicroBatch, TrainableModel
-from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.actions import Action
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
@@ -17,6 +17,16 @@ from mcore_parallel.pipeline_parallel.runner import PayloadShape, StageFunction,
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_train.composition import TrainConfig
+
+
+class ChunkSync(Protocol):
+    """Starts the sums of a chunk's gradients over data ranks, as ``GradientSync`` does."""
+
+    def start_sync(self, chunk: int) -> None:
+        """Mark the next backward of a chunk as its last."""
+
+    def start_weight_sync(self, chunk: int) -> None:
+        """Mark the next deferred weight gradients of a chunk as its last."""
 
 
 class Pipeline:
@@ -59,7 +69,7 @@ class Pipeline:
         self,
         stages: Mapping[int, StageFunction],
         batches: Sequence[MicroBatch],
-        data_parallel: GradientSync,
+        sync: ChunkSync,
         after_first_weights: Callable[[int], None] | None = None,
     ) -> None:
         """Run forward and backward of all micro-batches; gradients add up in the parameters.
@@ -67,15 +77,15 @@ class Pipeline:
         Args:
             stages: what each model chunk of this rank computes, by chunk number.
             batches: this rank's micro-batches.
-            data_parallel: begins to sum a chunk's gradients before its last backward.
+            sync: begins to sum a chunk's gradients before its last backward.
             after_first_weights: as of ``run_schedule``.
         """
         self._run(
             "train",
             stages,
             batches,
-            before_last_backward=data_parallel.start_sync,
-            before_last_weights=data_parallel.start_weight_sync,
+            before_last_backward=sync.start_sync,
+            before_last_weights=sync.start_weight_sync,
             after_first_weights=after_first_weights,
             weight_queue=self.weight_queue,
             pair_overlap=self.overlap,

@@ -17,11 +17,11 @@ from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.distributed_optimizer import NO_RATES
-from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
 from mcore_train.losses import StepLosses, count_valid, loss_weights
+from mcore_train.pipeline import ChunkSync
 
 StepCheck = Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]]
 
@@ -139,16 +139,14 @@ def backward_of_rank(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 
 
 class _Unsynced:
-    """Stands for the engine where a pipeline would begin its sums over data ranks."""
+    """Starts no sums over data ranks; a ``ChunkSync``."""
 
     def start_sync(self, chunk: int) -> None: ...
 
     def start_weight_sync(self, chunk: int) -> None: ...
 
 
-def _backward(
-    run: Run, batches: Sequence[MicroBatch], sync: GradientSync | _Unsynced
-) -> StepLosses:
+def _backward(run: Run, batches: Sequence[MicroBatch], sync: ChunkSync) -> StepLosses:
     run.data_parallel.zero_grad()
     last = run.chunks[-1]
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
@@ -161,7 +159,7 @@ def _backward(
     after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
     # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run.pipeline.train(stages, batches, sync, after_first)  # pyrefly: ignore[bad-argument-type]
+        run.pipeline.train(stages, batches, sync, after_first)
     return losses
 
 
