@@ -282,7 +282,8 @@ def rank_bytes(
     state, kept_away = optimizer_bytes(
         own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
     )
-    # All ranks of a stage share its matrices, whatever shards weights; none is split.
+    # The ranks of a pipeline stage divide the stage's matrices among them, each matrix whole,
+    # also where weights are sharded otherwise.
     whole = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
     state += max(sum(whole) // world_size, max(whole, default=0))
     on_disk = bool(offload.optimizer_offload_dir)

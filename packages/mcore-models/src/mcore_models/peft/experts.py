@@ -97,7 +97,7 @@ class ExpertsAdapter(nn.Module):
         return y + self.scale * self.linear(narrow, self.fc2_B, offsets)
 
     def _wide_b(self, up: Tensor) -> Float[Tensor, "e F R"]:
-        """Return B of gate and up-projection block-diagonally: each reads its own A only."""
+        """Return one block-diagonal B: each of gate and up multiplies the output of its A."""
         pieces, n = iter(up.split(self.width, dim=1)), sum(self.first)
         before, rows = 0, []
         for has in self.first:

@@ -71,7 +71,7 @@ class CastOptions(NamedTuple):
     cut: Cut
     """How ranks split the matrix."""
     has_rows: bool
-    """Whether to cast the matrix in its own order too, not only its transpose."""
+    """Whether the matrix is cast as well, or only its transpose."""
 
 
 class Recipe(ABC):

@@ -36,7 +36,7 @@ def _table(description: Description) -> Table:
 FAMILY = Decoder(
     model_type="bamba",
     architecture="BambaForCausalLM",
-    # transformers rotates half of each head, whatever config.json states.
+    # transformers rotates half of each head and ignores the share in config.json.
     fixed={"rotary_percent": 0.5},
     absent={
         "num_key_value_heads": 8,
