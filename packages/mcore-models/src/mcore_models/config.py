@@ -95,7 +95,10 @@ def _wrong_layers(values: Any, name: str) -> str:
 
 def _several_activations(values: Any) -> str:
     """Return the activations that exclude each other; empty if at most one is chosen."""
-    kinds = ("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu")
+    kinds = (
+        *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+        "relu",
+    )
     chosen = [flag(name) for name in kinds if getattr(values, name)]
     if len(chosen) < 2:
         return ""
@@ -182,6 +185,11 @@ class TransformerConfig(Options):
     position_embedding_type: PositionEmbedding = "rope"
     """Encoding of positions: rotated queries and keys, a learned table, scores that fall with
     distance (alibi), or none. Megatron's default: learned_absolute."""
+
+    position_embedding_offset: int = option(
+        0, minimum=0, needs={"position_embedding_type": "learned_absolute"}
+    )
+    """Rows of the learned table before that of the first token (OPT, RoBERTa: 2)."""
 
     rotary_base: float = option(10000.0, above=0)
     """Base of the rotary wavelengths."""
@@ -286,6 +294,9 @@ class TransformerConfig(Options):
 
     norm_bias: bool = option(True, needs={"normalization": "LayerNorm"})
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
+
+    norm_weight: bool = True
+    """Give norms a weight, and LayerNorms a bias; --no-norm-weight: neither (OLMo)."""
 
     norm_placement: NormPlacement = "pre"
     """Norms before each half of a layer (pre), on the output of each half (output, OLMo-2), or
@@ -402,13 +413,16 @@ class TransformerConfig(Options):
 
     swiglu: bool = True
     """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or the
-    activation of the next three flags, --geglu or --exact-geglu. Megatron's default: off."""
+    activation of the next four flags, --geglu or --exact-geglu. Megatron's default: off."""
 
     quick_geglu: bool = False
     """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
 
     squared_relu: bool = False
     """Activation relu(x) squared, no gate; needs --no-swiglu."""
+
+    relu: bool = False
+    """Activation relu(x), no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
     """tanh approximation of GELU, as in Megatron's fused kernel; no gate; needs --no-swiglu."""
@@ -432,6 +446,9 @@ class TransformerConfig(Options):
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output head a weight of its own instead of the embedding's."""
+
+    add_output_bias: bool = False
+    """Give the output head a bias for each token of the vocabulary (Phi-2)."""
 
     make_vocab_size_divisible_by: int = option(128, minimum=1)
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
@@ -666,6 +683,12 @@ class TransformerConfig(Options):
             "--qk-norm-width layer needs --normalization RMSNorm.",
         ),
         Rule(
+            ("norm_weight", "apply_layernorm_1p", "qk_layernorm"),
+            lambda v: not v.norm_weight and (v.apply_layernorm_1p or v.qk_layernorm),
+            "--no-norm-weight excludes --apply-layernorm-1p and --qk-layernorm, which concern "
+            "weights of norms: leave them out (--qk-l2-norm norms without weights).",
+        ),
+        Rule(
             ("use_mup", "mup_base_hidden_size"),
             lambda v: v.use_mup and v.mup_base_hidden_size < 1,
             "--mup-base-hidden-size {mup_base_hidden_size} must be the width that the learning "
@@ -690,7 +713,7 @@ class TransformerConfig(Options):
         Rule(
             (
                 *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu"),
-                "openai_gelu",
+                *("openai_gelu", "relu"),
             ),
             _several_activations,
         ),
@@ -928,6 +951,8 @@ def activation(config: TransformerConfig) -> str:
         return "quick_gelu"
     if config.squared_relu:
         return "squared_relu"
+    if config.relu:
+        return "relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"
 
 

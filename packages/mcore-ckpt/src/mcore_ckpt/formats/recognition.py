@@ -18,13 +18,14 @@ QUANT_CONFIG = "hf_quant_config.json"
 """File with the quantization of a folder of the unified layout."""
 
 TOWERS = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
+    "gemma3": ("gemma3_text",),
+    "llama4": ("llama4_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen2_5_vl": ("qwen2",),
+    "qwen3_vl": ("qwen3",),
+    "qwen3_vl_moe": ("qwen3_moe",),
 }
-"""``model_type`` of a vision-language model, and that of its text tower."""
+"""``model_type`` of a vision-language model, and those that its text tower may have."""
 
 _OTHER_HEAD = re.compile(
     r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)"

@@ -50,6 +50,13 @@ class RenamedRows:
         first = link.rows(shape)[number][0]
         if link.is_plain or not shape:
             return self._theirs.rows(link.theirs, first + begin, first + stop)
+        if link.head_rows:
+            # The heads that contain the rows, each in our order; of those the rows asked for.
+            H = len(link.head_rows)
+            low, high = begin // H * H, -(-stop // H) * H
+            heads = self._theirs.rows(link.theirs, low, high).unflatten(0, (-1, H))
+            order = torch.tensor(link.head_rows).argsort()
+            return heads[:, order].flatten(0, 1)[begin - low : stop - low].contiguous()
         # Their rows are ``groups`` blocks; each block has ``shares[0]`` rows of our first
         # tensor, then ``shares[1]`` of the second, and so on, such as q, k and v of a group
         # of heads.
@@ -116,6 +123,8 @@ def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
         yield torch.cat(parts).t().contiguous()
     elif link.groups > 1:
         yield from _blocks(link, ours)
+    elif link.head_rows:
+        yield from _reordered(link, ours)
     else:
         for name, shape in zip(link.ours, shapes, strict=True):
             for begin, end in row_groups(shape):
@@ -139,6 +148,16 @@ def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
             for name, share in zip(link.ours, shares, strict=True)
         ]
         yield torch.cat(parts, dim=1).flatten(0, 1).contiguous()
+
+
+def _reordered(link: Link, ours: Rows) -> Iterator[Tensor]:
+    (name,), H = link.ours, len(link.head_rows)
+    shape, order = ours.entries[name].shape, torch.tensor(link.head_rows)
+    row_bytes = prod(shape[1:]) * DTYPE_BYTES[ours.entries[name].dtype]
+    step = H * max(1, SLAB_BYTES // max(1, H * row_bytes))
+    for begin in range(0, shape[0], step):
+        heads = ours.rows(name, begin, min(begin + step, shape[0])).unflatten(0, (-1, H))
+        yield heads[:, order].flatten(0, 1).contiguous()
 
 
 class ResizedTensors:

@@ -314,6 +314,7 @@ PLAIN_ROUTING = {
         "moe_router_num_groups",
         "moe_router_enable_expert_bias",
         "moe_router_bias",
+        "moe_router_norm_topk_prob",
         "moe_apply_probs_on_input",
     )
 }

@@ -46,6 +46,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
     require_routing(description, _ROUTING)
     kept = expert_setting(description, "moe_router_group_topk")
     return write_experts(description, 1) | {
+        "norm_topk_prob": False,
         "topk_method": _BY_GROUPS if kept else "greedy",
         "n_group": expert_setting(description, "moe_router_num_groups") or None,
         "topk_group": kept or None,
@@ -58,8 +59,9 @@ FAMILY = replace(
     architecture="DeepseekV2ForCausalLM",
     fixed={**deepseek_v3.FAMILY.fixed, "rotary_interleaved": True},
     absent={"max_position_embeddings": 4096, "n_shared_experts": 2, "q_lora_rank": 1536},
-    # transformers ignores norm_topk_prob in this family.
-    only={"scoring_func": "softmax", "norm_topk_prob": False, "attention_bias": False},
+    only={"scoring_func": "softmax", "attention_bias": False},
+    # transformers ignores it in this family: weights are never divided by their sum.
+    unread=(*deepseek_v3.FAMILY.unread, "norm_topk_prob"),
     parts=LATENT,
     experts=FieldRule(read=_read, write=_write),
     as_stored=None,

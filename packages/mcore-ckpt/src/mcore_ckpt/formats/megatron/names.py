@@ -14,6 +14,7 @@ from mcore_ckpt.families.common.fields import (
     expert_layers,
     expert_setting,
     refuse_variants,
+    require_routing,
     setting,
     settings,
 )
@@ -79,6 +80,7 @@ def table(
     if setting(description, "multi_latent_attention"):
         raise ValueError("Megatron's format has no table for --multi-latent-attention.")
     refuse_variants(description)
+    require_routing(description, {"moe_router_norm_topk_prob": True})
     pattern = expert_layers(description) if _has_experts(description) else []
     is_mixed = len(set(pattern)) > 1 or is_numbered
     # Equal layers are one tensor, with the layer as an index instead of a part of the name.
