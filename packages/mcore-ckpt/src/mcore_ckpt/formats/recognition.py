@@ -27,6 +27,12 @@ TOWERS = {
 }
 """``model_type`` of a vision-language model, and those that its text tower may have."""
 
+FUSED_EXPERTS = "experts.gate_up_proj"
+"""End of the name of all experts of a layer in a state dict of transformers 5."""
+
+TITAN_EMBEDDING = "tok_embeddings.weight"
+"""End of the name of the embedding in a state dict of torchtitan."""
+
 _OTHER_HEAD = re.compile(
     r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)"
 )

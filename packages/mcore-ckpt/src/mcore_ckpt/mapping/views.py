@@ -211,6 +211,54 @@ class Cast:
         return cast
 
 
+class ScaledTensors:
+    """fp8 weights with one scale for the tensor or each row, as floating-point numbers.
+
+    ``X`` becomes ``X * X_scale`` (``X_scale_inv`` in folders of transformers), in float32; the
+    scales of weights and inputs are hidden.
+    """
+
+    _KINDS = ("_scale", "_scale_inv")
+    _OF_INPUTS = (".input_scale", ".activation_scale", ".act_scale")
+
+    def __init__(self, under: Rows, dtype: str = "BF16") -> None:
+        """Pair weights with their scales.
+
+        Raises:
+            ValueError: if a weight has no scale, or one of another shape.
+        """
+        self._under, self._dtype = under, dtype
+        self._scales: dict[str, str] = {}
+        for name, entry in under.entries.items():
+            if entry.dtype != _FP8:
+                continue
+            found = [name + kind for kind in self._KINDS if name + kind in under.entries]
+            count = prod(under.entries[found[0]].shape) if found else 0
+            if count not in (1, entry.shape[0]):
+                raise ValueError(
+                    f"{name} is quantized: its scale {name}{self._KINDS[0]} must have one "
+                    f"number or {entry.shape[0]}, one a row, and has {count}."
+                )
+            self._scales[name] = found[0]
+        hidden = set(self._scales.values())
+        self.entries: dict[str, TensorEntry] = {
+            name: replace(entry, dtype=dtype, chunks=()) if name in self._scales else entry
+            for name, entry in under.entries.items()
+            if name not in hidden and not name.endswith(self._OF_INPUTS)
+        }
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, times their scales."""
+        held = self._under.rows(name, begin, stop)
+        if name not in self._scales:
+            return held
+        scale = self._scales[name]
+        is_one = prod(self._under.entries[scale].shape) == 1
+        part = (0, 1) if is_one else (begin, stop)
+        factors = self._under.rows(scale, *part).float().reshape(-1, *(1,) * (held.dim() - 1))
+        return (held.float() * factors).to(DTYPES[self._dtype])
+
+
 class DequantizedTensors:
     """fp8 weights with a scale for each block of rows and columns, as floating-point numbers.
 

@@ -157,9 +157,10 @@ class Fields:
         if config.get("quantization_config"):
             raise ValueError(
                 "config.json has quantization_config, which mcore cannot represent here: "
-                "read are fp8 in blocks, MXFP4, GPTQ (4 and 8 bits), AWQ (4 bits, gemm), "
-                "compressed-tensors, and modelopt's folders with any algorithm that quantize "
-                "writes. Dequantize others with their own tool."
+                "read are fp8 in blocks or with a scale a tensor, MXFP4, bitsandbytes, GPTQ "
+                "(4 and 8 bits), AWQ (4 bits, gemm), compressed-tensors, and modelopt's "
+                "folders with any algorithm that quantize writes. Dequantize others with their "
+                "own tool."
             )
         silent = _IGNORED - set(keep)
         complete = {**(absent or {}), **config}
