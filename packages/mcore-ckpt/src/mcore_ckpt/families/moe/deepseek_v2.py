@@ -46,7 +46,6 @@ def _write(description: Description, _: Theirs) -> Theirs:
     require_routing(description, _ROUTING)
     kept = expert_setting(description, "moe_router_group_topk")
     return write_experts(description, 1) | {
-        "norm_topk_prob": False,
         "topk_method": _BY_GROUPS if kept else "greedy",
         "n_group": expert_setting(description, "moe_router_num_groups") or None,
         "topk_group": kept or None,
