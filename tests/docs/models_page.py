@@ -36,13 +36,13 @@ a row: [a new family](../CONTRIBUTING.md#a-new-family).
 - **Megatron**: weights are converted from and to Megatron's checkpoints; some: not of each
   variant.
 - **serves**: `mcore-infer` generates and serves; an encoder is trained and converted only.
-- **quantizes**: `mcore-infer quantize` writes [its formats](quantization.md), compressed-tensors
-  for vLLM among them.
+- **quantizes**: `mcore-infer quantize` writes [its formats](quantization.md), for vLLM too.
 - **TensorRT-LLM**: `mcore-infer export --format trtllm` writes its checkpoint.
 - **sizes**: presets of `--model`.
 
-Quantized folders (fp8, MXFP4, NVFP4, GPTQ, AWQ, bitsandbytes, compressed-tensors) of every family
-are [read](deployment.md). Of models that see, the text model is read: {towers}.
+Folders of every family quantized in fp8, MXFP4, NVFP4, by GPTQ, AWQ, bitsandbytes or
+compressed-tensors are [read](deployment.md). Of models that see, the text model is read:
+{towers}.
 
 """
 
@@ -75,7 +75,8 @@ def render() -> str:
 def descriptions() -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each family and a small model of it."""
     spec = spec_from_file_location("test_shape_check", CONFIGS)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     for name in MODEL_TYPES:
@@ -105,8 +106,7 @@ def _exports(name: str, description: Mapping[str, Any]) -> bool:
 
 
 def _sizes() -> dict[str, dict[str, Mapping[str, Any]]]:
-    """Return the presets of each family: of those that can express them, that of the most similar
-    name."""
+    """Return the presets of each family: that of the most similar name which can express it."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, preset in presets().items():
         description = preset.model.to_dict()
