@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from warm_ranks import run_command
 
-from mcore_parallel.launch import launcher
+from mcore_parallel.launch import launcher, watchdog
 from mcore_parallel.launch.call_checks import Agreement, DisagreementError
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.launch.watchdog import Watch, call_site, where_in
@@ -178,9 +178,18 @@ def test_a_rank_without_news_is_silent():
     assert watch.places(wait_s=0.01) == {1: "SILENT, last at step.py:1 (f)"}
 
 
-def test_a_rank_alone_is_not_watched():
+def test_a_rank_alone_is_watched_for_late_steps_if_it_reports_them(monkeypatch, caplog):
     with Watch.of_world(0, 1, 1.0) as watch:
-        assert watch.world_size == 1
+        assert watch._thread is None
+    monkeypatch.setattr(watchdog, "STEP_SLACK_S", 0.2)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
+    with Watch.of_world(0, 1, 0.01, reports_steps=True) as watch:
+        for _ in range(6):
+            watch.step_ended()
+        deadline = time.monotonic() + SLACK_S
+        while "holds up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "rank 0 holds up step 7" in caplog.text
 
 
 def test_a_place_is_the_line_of_the_own_program():

@@ -57,12 +57,14 @@ WAITING = "waiting for its device"
 """Begin of the place of a rank whose host waits for its GPU."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
 """Packages whose frames are skipped between a call site and the communication."""
+_LIBRARY = str(Path(os.__file__).parent)
+"""Folder of the standard library, whose frames are skipped as well."""
 
 
 class Watch:
     """Context manager that watches one world while a program runs in it.
 
-    All ranks must enter it together. In a world of one rank it does nothing.
+    All ranks must enter it together. Of a rank alone it watches the steps, if it reports them.
     """
 
     def __init__(
@@ -110,11 +112,16 @@ class Watch:
         timeout_minutes: float,
         on_fault: Callable[[str], None] = lambda _fault: None,
         *,
+        reports_steps: bool = False,
         end_on_hang: bool = False,
     ) -> "Watch":
-        """Watch over the world that this process has joined, if it has more than one rank."""
+        """Watch over the world that this process has joined.
+
+        A rank alone is watched only if it ``reports_steps``, by ``step_ended``.
+        """
         if world_size == 1:
-            return cls(None, rank, world_size, 60 * timeout_minutes)
+            store = dist.HashStore() if reports_steps else None
+            return cls(store, rank, 1, 60 * timeout_minutes, on_fault, end_on_hang=end_on_hang)
         # A separate connection, so that the thread never waits for a call of the main thread.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
         timeout_s = 60 * timeout_minutes
@@ -529,10 +536,11 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame belongs to torch, or to the shape checks of the tests."""
+    """Whether a frame belongs to torch, Python's library, or the shape checks of the tests."""
     path = frame.f_code.co_filename
     is_wrapper = path.startswith("<") or path.endswith("tests/shape_checks.py")
-    return is_wrapper or any(f"/{name}/" in path for name in FOREIGN)
+    is_library = path.startswith(_LIBRARY) and "-packages/" not in path
+    return is_wrapper or is_library or any(f"/{name}/" in path for name in FOREIGN)
 
 
 def _line(frame: FrameType, number: int) -> str:
