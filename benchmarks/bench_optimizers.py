@@ -11,9 +11,9 @@ on random gradients, and the whole training step. It runs on any number of GPUs,
 processor with small flags.
 
 ``train`` trains a GPT of about 100 M parameters with each of ``--cases``, side by side over the
-host's GPUs on the same batches, and keeps curves and held-out losses. ``--data`` takes JSONL files; without it,
-text is gathered as ``bench_fp8_quality.py`` does. With ``--minutes`` as many steps are made as
-fit, timed on the first steps of all runs together.
+host's GPUs on the same batches, and keeps curves and held-out losses. ``--data`` takes JSONL
+files; without it, text is gathered as ``bench_fp8_quality.py`` does. With ``--minutes`` as many
+steps are made as fit, timed on the first steps of all runs together.
 """
 
 import argparse
