@@ -101,11 +101,14 @@ def open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
 
     with open_hf(base_folder(path), ConvertOptions()) as base:
         adapters = read_adapters(path, base.links)
-        theirs = cast_rows(MergedTensors(base.ours, adapters.rows, adapters.config), options)
+        merged = MergedTensors(base.ours, adapters.rows, adapters.config, adapters.replaced)
+        theirs = cast_rows(merged, options)
         links = [Link((name,), name) for name in theirs.entries]
         tokenizer, _ = small_files(path)
+        # New tokens lengthen the table.
+        rows = theirs.entries["embedding.weight"].shape[0]
         yield OpenCheckpoint(
-            *describe_rows(base.description, links, theirs, options),
+            *describe_rows(base.description | {"vocab_size": rows}, links, theirs, options),
             hf=base.hf,
             tokenizer=tokenizer or base.tokenizer,
             generation=base.generation,
