@@ -72,14 +72,15 @@ def _wrong_rotation(values: Any) -> Iterator[str]:
     if values.position_embedding_type != "rope":
         return
     size = rotary_size(values)
-    if size < 2 or size % 2:
+    if size < 2 or size + size % 2 > head_dim(values):
         yield (
             f"--rotary-percent {values.rotary_percent} of heads of {head_dim(values)} channels "
-            f"rotates {size}: that must be an even number, 2 or more."
+            f"rotates {size}: that must be 2 or more, in pairs that fit into the head."
         )
         return
     for name in ("longrope_short_factor", "longrope_long_factor"):
-        count, wanted = len(getattr(values, name)), size // 2 * (values.rope_type == "longrope")
+        pairs = (size + 1) // 2
+        count, wanted = len(getattr(values, name)), pairs * (values.rope_type == "longrope")
         if count != wanted:
             yield f"{flag(name)} has {count} factors: it must have {wanted}."
 
@@ -318,6 +319,12 @@ class TransformerConfig(Options):
     """With --qk-layernorm: norm each head separately, with one weight for all; own_head: each
     with its own weight and no bias (Command R+); layer: all heads of a layer as one
     (OLMo-2)."""
+
+    qk_norm_after_rope: bool = option(
+        False, idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
+    )
+    """With --qk-layernorm: norm each head's queries and keys after they are rotated
+    (Hunyuan)."""
 
     qk_l2_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
@@ -666,6 +673,11 @@ class TransformerConfig(Options):
             "--qk-norm-width layer needs --normalization RMSNorm.",
         ),
         Rule(
+            ("qk_norm_width", "qk_norm_after_rope"),
+            lambda v: v.qk_norm_width == "layer" and v.qk_norm_after_rope,
+            "--qk-norm-after-rope norms each head: use --qk-norm-width head or own_head.",
+        ),
+        Rule(
             ("use_mup", "mup_base_hidden_size"),
             lambda v: v.use_mup and v.mup_base_hidden_size < 1,
             "--mup-base-hidden-size {mup_base_hidden_size} must be the width that the learning "
@@ -910,7 +922,7 @@ class KernelConfig(Options):
 
 
 def rotary_size(config: TransformerConfig) -> int:
-    """Return the number of channels of each head that rotate."""
+    """Return the number of channels of each head that rotate; one more does if it is odd."""
     if config.multi_latent_attention:
         return config.qk_pos_emb_head_dim
     return int(head_dim(config) * config.rotary_percent)

@@ -252,7 +252,7 @@ class Attention(nn.Module):
     def _heads(
         self, qkv: Tensor, rotary: RotaryTables | None
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-        """Split the GEMM's output into heads, norm them, rotate them."""
+        """Split the GEMM's output into heads, norm and rotate them."""
         H = head_dim(self.config)
         kernel = None if rotary is None else rotary_kernel(self.config)
         if rotary is not None and kernel is not None:
@@ -269,11 +269,19 @@ class Attention(nn.Module):
         if is_whole and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, H)) for part in (q, k, v))  # N*H -> N, H
-        if not is_whole and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q = rotate(q, rotary, self.config.rotary_interleaved)
-            k = rotate(k, rotary, self.config.rotary_interleaved)
-            if self.config.qk_l2_norm:
-                q, k = (l2_normed(x, self.config.norm_epsilon) for x in (q, k))
+        if is_whole or self.q_norm is None or self.k_norm is None:
+            q, k = self._rotated(q, rotary), self._rotated(k, rotary)
+        elif self.config.qk_norm_after_rope:
+            q = self.q_norm(self._rotated(q, rotary))
+            k = self.k_norm(self._rotated(k, rotary))
+        else:
+            q = self._rotated(self.q_norm(q), rotary)
+            k = self._rotated(self.k_norm(k), rotary)
         return q, k, v
+
+    def _rotated(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+        """Rotate heads, and with ``--qk-l2-norm`` divide them by their root mean square."""
+        if rotary is None:
+            return x
+        x = rotate(x, rotary, self.config.rotary_interleaved)
+        return l2_normed(x, self.config.norm_epsilon) if self.config.qk_l2_norm else x
