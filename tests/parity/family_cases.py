@@ -25,6 +25,22 @@ HYBRID = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 9,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -164,6 +180,7 @@ CASES = {
     ),
     "gemma": ("Gemma", {**ODD, **HEADS}),
     "glm": ("Glm", {**ODD, **HEADS, "head_dim": 8, "attention_bias": False}),
+    "glm, an odd number of rotated channels": ("Glm", {**ODD, **HEADS}),
     "glm4": ("Glm4", {**ODD, **HEADS, "head_dim": 8}),
     "internlm3, a dynamic llama": (
         "InternLM3",
@@ -183,6 +200,27 @@ CASES = {
     "seed_oss": (
         "SeedOss",
         {**ODD, **HEADS, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
+    ),
+    "vaultgemma": ("VaultGemma", {**ODD, **HEADS, "sliding_window": 5}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {**ODD, **HEADS, "attention_bias": True, "tie_word_embeddings": True}
+        | rope(rope_type="dynamic", alpha=50.0, factor=1.0),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {**ODD_MOE, **HEADS, "num_key_value_heads": 1, "num_experts": 4, "moe_topk": 2},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**ODD_MOE, **LATENT, "n_shared_experts": 2, "routed_scaling_factor": 1.3}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rms_norm_eps": 1e-3},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rotary_dim": 4, "tie_word_embeddings": True},
     ),
     "dots1": (
         "Dots1",
@@ -232,14 +270,23 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {**ODD, **HEADS, **DELTA, "head_dim": 12, "tie_word_embeddings": True}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {**ODD_MOE, **HEADS, **DELTA, "head_dim": 8, "full_attention_interval": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"shared_expert_intermediate_size": 6, "num_key_value_heads": 1},
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {**ODD_MOE, **HEADS, "head_dim": 8, "num_hidden_layers": 4}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
         | {"shared_expert_intermediate_size": 6, "mlp_only_layers": [1]}
-        | {"full_attention_interval": 2, "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 4, "linear_key_head_dim": 4}
-        | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "intermediate_size": 12},
+        | {"full_attention_interval": 2, "intermediate_size": 12, **DELTA},
     ),
     "bamba": (
         "Bamba",
@@ -296,6 +343,8 @@ what the model does: its outer default stands."""
 HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",
     "InternLM3": "LlamaForCausalLM",
 }

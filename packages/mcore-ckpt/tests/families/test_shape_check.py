@@ -32,6 +32,13 @@ LATENT = {
     "moe_intermediate_size": 8,
     "first_k_dense_replace": 1,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
 MASKED = {"num_attention_heads": 3, "max_position_embeddings": 19}
 MAMBA = {
     "mamba_n_heads": 6,
@@ -71,6 +78,10 @@ CONFIGS = {
     | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
     **dict.fromkeys(("cwm", "ernie4_5", "gemma", "glm", "glm4"), ROPE | HEAD),
     **dict.fromkeys(("arcee", "internlm3", "ministral", "seed_oss"), ROPE | HEAD),
+    **dict.fromkeys(("vaultgemma", "hunyuan_v1_dense"), ROPE | HEAD),
+    "hunyuan_v1_moe": ROPE | HEAD | {"num_experts": 3, "moe_topk": 2},
+    "glm4_moe_lite": ROPE | LATENT | {"q_lora_rank": 9},
+    "minimax_m2": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
     "ernie4_5_moe": ROPE
     | HEAD
     | {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 8}
@@ -114,8 +125,13 @@ CONFIGS = {
     | HEAD
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2}
-    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
-    | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3},
+    | DELTA,
+    "qwen3_5_text": ROPE | HEAD | DELTA | {"full_attention_interval": 2},
+    "qwen3_5_moe_text": ROPE
+    | HEAD
+    | DELTA
+    | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2},
     "bamba": ROPE
     | {"num_attention_heads": 6, "num_key_value_heads": 2}
     | MAMBA
@@ -152,6 +168,11 @@ SHAPELESS = {
     ("olmoe", "num_experts_per_tok"),
     ("qwen2_moe", "num_experts_per_tok"),
     ("qwen3_next", "num_experts_per_tok"),
+    ("qwen3_5_moe_text", "num_experts_per_tok"),
+    ("qwen3_5_moe_text", "intermediate_size"),
+    ("hunyuan_v1_moe", "moe_topk"),
+    ("glm4_moe_lite", "num_experts_per_tok"),
+    ("minimax_m2", "num_experts_per_tok"),
     ("qwen3_next", "intermediate_size"),
     ("granitemoehybrid", "num_experts_per_tok"),
     ("gpt_oss", "num_experts_per_tok"),
