@@ -288,6 +288,19 @@ CASES = {
         | {"shared_expert_intermediate_size": 6, "mlp_only_layers": [1]}
         | {"full_attention_interval": 2, "intermediate_size": 12, **DELTA},
     ),
+    "lfm2": (
+        "Lfm2",
+        {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1, "conv_bias": True}
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+        | {"block_multiple_of": 7, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**ODD_MOE, **EVEN, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"moe_intermediate_size": 8, "tie_word_embeddings": False}
+        | {"routed_scaling_factor": 1.4},
+    ),
     "bamba": (
         "Bamba",
         {**ODD, **HYBRID, "num_attention_heads": 5, "num_key_value_heads": 1}

@@ -125,6 +125,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "cohere",
         "phi3 longrope",
         "qwen3_next",
+        "lfm2",
         "granitemoehybrid",
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)

@@ -39,6 +39,7 @@ DELTA = {
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 3,
 }
+CONVS = {"layer_types": ["conv", "full_attention"]}
 MASKED = {"num_attention_heads": 3, "max_position_embeddings": 19}
 MAMBA = {
     "mamba_n_heads": 6,
@@ -132,6 +133,12 @@ CONFIGS = {
     | DELTA
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2},
+    "lfm2": ROPE | HEADS | {"conv_L_cache": 4} | CONVS,
+    "lfm2_moe": ROPE
+    | HEADS
+    | CONVS
+    | {"conv_L_cache": 4, "num_experts": 3, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 8, "num_dense_layers": 1},
     "bamba": ROPE
     | {"num_attention_heads": 6, "num_key_value_heads": 2}
     | MAMBA
@@ -154,7 +161,7 @@ COUNTS = {
     "num_nextn_predict_layers",
 } | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
-    "moe_layer_start_index",
+    *("moe_layer_start_index", "num_dense_layers"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
     *("mamba_expand", "rope_parameters", "layers_block_type", "num_mem_blocks"),
     "use_shared_attention_adapter",
@@ -171,6 +178,8 @@ SHAPELESS = {
     ("qwen3_5_moe_text", "num_experts_per_tok"),
     ("qwen3_5_moe_text", "intermediate_size"),
     ("hunyuan_v1_moe", "moe_topk"),
+    ("lfm2", "intermediate_size"),  # both are rounded up to 256
+    ("lfm2_moe", "num_experts_per_tok"),
     ("glm4_moe_lite", "num_experts_per_tok"),
     ("minimax_m2", "num_experts_per_tok"),
     ("qwen3_next", "intermediate_size"),

@@ -124,6 +124,8 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             keys, values = config.linear_num_key_heads, config.linear_num_value_heads
             widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"
             yield f"gated delta net  {keys} key and {values} value heads of {widths}"
+        elif mixer == "short_conv":
+            yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
         elif mixer == "moe":
             yield f"experts  {', '.join(_experts(model, model.moe))}"
         elif mixer == "mla":

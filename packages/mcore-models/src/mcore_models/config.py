@@ -54,6 +54,13 @@ _DELTA_NET = (
         "G in --hybrid-override-pattern",
     ),
 )
+_SHORT_CONV = (
+    When(
+        "hybrid_override_pattern",
+        lambda pattern: "C" in _letters_of(pattern),
+        "C in --hybrid-override-pattern",
+    ),
+)
 
 
 def _wrong_heads(values: Any) -> str:
@@ -526,10 +533,10 @@ class TransformerConfig(Options):
 
     hybrid_override_pattern: str = ""
     """One letter for each layer instead of attention and feed-forward in each: M Mamba-2, G
-    gated delta net, * attention, - feed-forward, E experts; letters in brackets are one layer
-    of several, [G-]; | between pipeline stages, a layout of this run that checkpoints do not
-    store; / before the letters of each layer of multi-token prediction, /*-. Empty: a
-    transformer."""
+    gated delta net, C gated short convolution, * attention, - feed-forward, E experts; letters
+    in brackets are one layer of several, [G-]; | between pipeline stages, a layout of this run
+    that checkpoints do not store; / before the letters of each layer of multi-token
+    prediction, /*-. Empty: a transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Size of the state of each channel of a Mamba head."""
@@ -584,6 +591,12 @@ class TransformerConfig(Options):
 
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
     """Kernel size of the convolution of a gated delta net, its own token included."""
+
+    short_conv_kernel_dim: int = option(3, minimum=1, part_of=_SHORT_CONV)
+    """Kernel size of a gated short convolution, its own token included."""
+
+    short_conv_bias: bool = option(False, part_of=_SHORT_CONV)
+    """Biases of a gated short convolution and its two linears."""
 
     rules = (
         Rule(

@@ -452,4 +452,6 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         "delta_net": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
+        # B, C and x, the gated input, and the convolution before and after its gate.
+        "short_conv": 6 * config.hidden_size,
     }

@@ -13,6 +13,7 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "-": "mlp",
     "E": "moe",
     "G": "delta_net",
+    "C": "short_conv",
 }
 """Mixer of each letter of ``--hybrid-override-pattern``."""
 

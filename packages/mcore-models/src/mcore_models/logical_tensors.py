@@ -330,6 +330,17 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
+def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
+    D, bias = config.hidden_size, config.short_conv_bias
+    shapes: dict[str, Shape] = {}
+    for name in ("B", "C", "x"):
+        shapes |= _linear(f"short_conv.in_proj.{name}", D, D, bias)
+    shapes["short_conv.conv1d.x.weight"] = (D, 1, config.short_conv_kernel_dim)
+    if bias:
+        shapes["short_conv.conv1d.x.bias"] = (D,)
+    return shapes | _linear("short_conv.out_proj", D, D, bias)
+
+
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
@@ -337,6 +348,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "moe": _experts,
     "mamba": _mamba,
     "delta_net": _delta_net,
+    "short_conv": _short_conv,
 }
 """Functions that list the tensors of each mixer, from the configs of layers and experts."""
 
@@ -347,5 +359,6 @@ MIXER_NORMS: Mapping[str, str] = {
     "moe": "mlp_norm",
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
+    "short_conv": "short_conv_norm",
 }
 """Name of the norm before each mixer."""

@@ -62,6 +62,8 @@ def layout_problems(
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
         problems += _delta_problems(config, parallel)
+    if "short_conv" in used:
+        problems += _short_conv_problems(config, parallel)
     problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
@@ -123,6 +125,20 @@ def _delta_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
     problem = (
         f"--linear-num-key-heads {heads} of gated delta nets cannot be split over {split}: "
         f"heads must divide evenly. Use {_listed(divisors(heads))} ranks."
+    )
+    return [problem]
+
+
+def _short_conv_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    width = config.hidden_size
+    if width % (tp * cp) == 0:
+        return []
+    split = f"--tensor-model-parallel-size {tp}"
+    split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+    problem = (
+        f"--hidden-size {width} of gated short convolutions cannot be split over {split}: "
+        f"channels must divide evenly. Use {_listed(divisors(width))} ranks."
     )
     return [problem]
 

@@ -150,7 +150,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         layers = range(plan.family.num_layers(config.model))
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
-    words |= {"delta_net": "delta net"}
+    words |= {"delta_net": "delta net", "short_conv": "short convolution"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
