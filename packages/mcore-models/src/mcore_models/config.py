@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from mcore_base.options import ON, Because, Options, Rule, When, flag, listed, option, rules
-from mcore_models.layer_patterns import further_letters, pattern_layers, read_pattern
+from mcore_models.layer_patterns import further_letters, is_local, layers_skip, pattern_layers
 from mcore_models.logical_tensors import expert_size, head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
@@ -966,14 +966,6 @@ def chunk(config: TransformerConfig, layer: int) -> int:
     return config.attention_chunk_size if is_local(config, layer) else 0
 
 
-def is_local(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer (counted from 0) attends within a window or a chunk."""
-    if config.window_size[0] < 0 and not config.attention_chunk_size:
-        return False
-    text = config.window_attn_skip_freq
-    return not layers_skip(text, config.num_layers, "window_attn_skip_freq", ones=False)[layer]
-
-
 def is_rotated(config: TransformerConfig, layer: int) -> bool:
     """Whether a layer (counted from 0) rotates its queries and keys."""
     if config.position_embedding_type != "rope":
@@ -993,28 +985,6 @@ def yarn_magnitude(factor: float, scale: float) -> float:
         Peng et al. 2023, YaRN, arXiv:2309.00071, equation 22.
     """
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
-    """Return for each layer whether it skips a feature.
-
-    Args:
-        text: "N" for every N-th layer, "0" for none, or a list with 0 or 1 for each layer.
-        num_layers: number of layers.
-        name: of the field, for errors.
-        ones: whether 1 in a list means skipped.
-    """
-    pattern = read_pattern(text, flag(name))
-    if isinstance(pattern, int):
-        if pattern < 0:
-            raise ValueError(f"{flag(name)} {pattern} must be 0 or more.")
-        return tuple(pattern > 0 and (i + 1) % pattern == 0 for i in range(num_layers))
-    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
-        raise ValueError(
-            f"{flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
-            f"it holds {len(pattern)} entries."
-        )
-    return tuple((entry == 1) == ones for entry in pattern)
 
 
 def sizes_of_pattern(pattern: str) -> dict[str, int]:

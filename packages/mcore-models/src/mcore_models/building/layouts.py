@@ -4,7 +4,8 @@ All problems are found together, each with its flag and allowed values, so that 
 raises the same error and no collective waits. No torch here.
 """
 
-from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
+from mcore_models.config import TransformerConfig, divisors, has_plain_scores
+from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import (
     ffn_size,
     further_mixers,

@@ -16,11 +16,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
-from mcore_models.config import chunk, is_local, is_rotated, window
+from mcore_models.config import chunk, is_rotated, window
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.kernels.rope import RotaryTables, rotate
+from mcore_models.layer_patterns import is_local
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from math import lcm
 
 from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
-from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
+from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import head_dim, layer_mixers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_train.composition import TrainConfig

@@ -13,9 +13,9 @@ from typing import Any
 from mcore_base.options import rules_of
 from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
-from mcore_models.layer_patterns import further_letters, join_layers, pattern_layers
+from mcore_models.layer_patterns import further_letters, is_local, join_layers, pattern_layers
 from mcore_models.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
