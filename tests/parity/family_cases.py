@@ -127,6 +127,20 @@ CASES = {
         {**ODD, **HEADS, "sliding_window": 5, "layer_types": None, "sliding_window_pattern": 2}
         | {"query_pre_attn_scalar": 7},
     ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {**ODD, **HEADS, "num_hidden_layers": 4, "sliding_window": 5, "global_head_dim": 10}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2]}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "final_logit_softcapping": 2.0},
+    ),
+    "gemma4_text with vectors for each layer": (
+        "Gemma4Text",
+        {**ODD, **HEADS, "num_hidden_layers": 5, "sliding_window": 5, "global_head_dim": 10}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+        | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": 37}
+        | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ),
     "olmo2": ("Olmo2", {**ODD, **EVEN, "attention_bias": True}),
     "olmo3": (
         "Olmo3",
@@ -356,6 +370,7 @@ what the model does: its outer default stands."""
 HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",

@@ -112,6 +112,10 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
+    "gemma4_text": ROPE
+    | HEAD
+    | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 14}
+    | {"hidden_size_per_layer_input": 4},
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
     "deepseek_v3": ROPE | LATENT | {"q_lora_rank": 9, "num_nextn_predict_layers": 1},
     "kimi_k2": ROPE | LATENT | {"q_lora_rank": 9},

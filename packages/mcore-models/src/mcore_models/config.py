@@ -101,6 +101,20 @@ def _wrong_layers(values: Any, name: str) -> str:
     return ""
 
 
+def _wrong_sharing(values: Any) -> str:
+    """Return why layers cannot read keys of earlier ones; empty if they can."""
+    shared, count = values.num_kv_shared_layers, values.num_layers
+    if not shared or _wrong_layers(values, "window_attn_skip_freq"):
+        return ""
+    kinds = [is_local(values, layer) for layer in range(count)]
+    if shared < count and {*kinds[count - shared :]} <= {*kinds[: count - shared]}:
+        return ""
+    return (
+        f"--num-kv-shared-layers {shared} of --num-layers {count}: before them there must be a "
+        "layer with a window if one of them has a window, and one without if one has none."
+    )
+
+
 def _several_activations(values: Any) -> str:
     """Return the activations that exclude each other; empty if at most one is chosen."""
     kinds = ("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu")
@@ -237,12 +251,14 @@ class TransformerConfig(Options):
     )
     """Context, in tokens, of the model before its wavelengths were stretched."""
 
-    rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = option(
+    rope_type: Literal["rope", "yarn", "dynamic", "longrope", "proportional"] = option(
         "rope", needs={"position_embedding_type": "rope"}
     )
     """Scaling of rotary wavelengths for longer contexts: none (rope), as YaRN does, by a base
-    that grows with the sequence (dynamic), or by a factor for each channel (longrope).
-    Megatron's default: yarn with latent attention."""
+    that grows with the sequence (dynamic), or by a factor for each channel (longrope);
+    proportional: wavelengths and pairs of complete heads, of which only the share
+    --rotary-percent rotates, in layers with --rotary-base (Gemma 4). Megatron's default: yarn
+    with latent attention."""
 
     rotary_scaling_factor: float = option(
         40.0, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
@@ -360,7 +376,23 @@ class TransformerConfig(Options):
     )
     """Give each head a learned share of attention without a value: a sink (gpt-oss)."""
 
-    # Attention: windows, chunks, temperature.
+    value_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
+    """Divide each head's values by their root mean square, without weights (Gemma 4)."""
+
+    num_kv_shared_layers: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        excludes={
+            "hybrid_override_pattern": Because("whose layers have keys of their own"),
+            "mtp_num_layers": Because("which have keys of their own"),
+            "cuda_graph_impl": Because("which runs layers one by one", "local"),
+        },
+    )
+    """Last layers without keys and values of their own: each reads those of the last other
+    layer that has a window as it has, or none (Gemma 3n)."""
+
+    # Attention: layers with and without a window.
 
     window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
     """Tokens before and after a query's own that it attends to; -1 before: all. The second is 0
@@ -371,6 +403,30 @@ class TransformerConfig(Options):
     )
     """Layers without the window of the others: "N" for every N-th, or a list with 0 (all
     tokens) or 1 (window) for each layer; "0": none."""
+
+    global_kv_channels: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """Width of one head in layers without the window of others; 0: as in those (Gemma 4)."""
+
+    global_num_query_groups: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """Key/value heads of layers without the window of others; 0: as in those."""
+
+    attention_k_eq_v: bool = option(
+        False,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """In layers without the window of others, values are the keys before these are normed and
+    rotated, and have no projection (Gemma 4)."""
 
     attention_chunk_size: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
@@ -433,6 +489,9 @@ class TransformerConfig(Options):
     exact_geglu: bool = False
     """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
+    use_double_wide_mlp: bool = option(False, needs={"num_kv_shared_layers": ON})
+    """Feed-forward layers of --num-kv-shared-layers are twice as wide."""
+
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
     """Clamp gates from above and up-projections on both sides before they multiply; 0: off."""
 
@@ -449,6 +508,33 @@ class TransformerConfig(Options):
 
     make_vocab_size_divisible_by: int = option(128, minimum=1)
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
+
+    per_layer_embedding_size: int = option(
+        0,
+        minimum=0,
+        shrinks_to=4,
+        excludes={
+            "hybrid_override_pattern": Because("whose layers have letters"),
+            "mtp_num_layers": Because("which have no such vectors"),
+            "parallel_residual": Because(
+                "which has one sum for a layer", "two_norms", "one_norm"
+            ),
+            "cuda_graph_impl": Because("which runs layers one by one", "local"),
+        },
+    )
+    """Width of a vector of each token that every layer adds to its stream, from a table of all
+    layers (Gemma 3n); 0: none."""
+
+    layer_output_scale: bool = option(
+        False,
+        excludes={
+            "parallel_residual": Because(
+                "which has one sum for a layer", "two_norms", "one_norm"
+            )
+        },
+    )
+    """Multiply the residual stream after each layer by a number of the layer that is not
+    trained (Gemma 4)."""
 
     embedding_multiplier: float = option(1.0, above=0)
     """Factor on embeddings."""
@@ -689,6 +775,28 @@ class TransformerConfig(Options):
             ("qk_norm_width", "qk_norm_after_rope"),
             lambda v: v.qk_norm_width == "layer" and v.qk_norm_after_rope,
             "--qk-norm-after-rope norms each head: use --qk-norm-width head or own_head.",
+        ),
+        Rule(
+            ("global_kv_channels", "rotary_base_local", "position_embedding_type"),
+            lambda v: (
+                v.global_kv_channels
+                and v.position_embedding_type == "rope"
+                and not v.rotary_base_local
+            ),
+            "--global-kv-channels {global_kv_channels} needs --rotary-base-local: the rotary "
+            "positions of heads of another width.",
+        ),
+        Rule(
+            ("global_num_query_groups", "num_attention_heads"),
+            lambda v: (
+                v.global_num_query_groups and v.num_attention_heads % v.global_num_query_groups
+            ),
+            "--num-attention-heads {num_attention_heads} cannot share "
+            "--global-num-query-groups {global_num_query_groups}: groups must divide heads.",
+        ),
+        Rule(
+            ("num_kv_shared_layers", "num_layers", "window_attn_skip_freq", "window_size"),
+            _wrong_sharing,
         ),
         Rule(
             ("use_mup", "mup_base_hidden_size"),
@@ -938,6 +1046,8 @@ def rotary_size(config: TransformerConfig) -> int:
     """Return the number of channels of each head that rotate; one more does if it is odd."""
     if config.multi_latent_attention:
         return config.qk_pos_emb_head_dim
+    if config.rope_type == "proportional":
+        return head_dim(config)
     return int(head_dim(config) * config.rotary_percent)
 
 

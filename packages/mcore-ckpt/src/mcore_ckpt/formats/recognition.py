@@ -19,6 +19,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 
 TOWERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "qwen2_5_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",

@@ -37,6 +37,7 @@ _RESIDUAL = (
     ".delta_net.out_proj.weight",
     ".short_conv.out_proj.weight",
     ".latent_up.weight",
+    ".layer_input.proj.weight",
 )
 
 

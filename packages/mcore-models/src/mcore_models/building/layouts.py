@@ -9,6 +9,7 @@ from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import (
     ffn_size,
     further_mixers,
+    global_config,
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
@@ -57,7 +58,8 @@ def layout_problems(
     if config.mtp_num_layers:
         used |= {*further_mixers(config, moe)}
     if used & {"attention", "mla"}:
-        problems += _head_problems(config, parallel)
+        for sizes in dict.fromkeys((config, global_config(config))):
+            problems += _head_problems(sizes, parallel)
         problems += _context_problems(config, parallel)
     if "mamba" in used:
         problems += _mamba_problems(config, parallel)
@@ -75,6 +77,15 @@ def layout_problems(
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
             f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
         )
+    problems += [
+        f"{flag} works on one pipeline stage, as layers read tensors of the first ones: use "
+        "--pipeline-model-parallel-size 1."
+        for flag, size in (
+            ("--num-kv-shared-layers", config.num_kv_shared_layers),
+            ("--per-layer-embedding-size", config.per_layer_embedding_size),
+        )
+        if size and parallel.pipeline_model_parallel_size > 1
+    ]
     if seq_length:
         problems += _sequence_problems(config, parallel, seq_length)
     return problems

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
 from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 from mcore_models.kernels.rope import RotaryTables, rotary_split
-from mcore_models.logical_tensors import head_dim
+from mcore_models.logical_tensors import head_dim, qkv_parts
 from mcore_parallel.optional_kernels import KernelFunction
 
 
@@ -81,6 +81,9 @@ def rotary_frequencies(
         frequencies = _stretch(frequencies, config)
     if config.rope_type == "yarn":
         frequencies = _yarn(frequencies, config)
+    if config.rope_type == "proportional":
+        turning = int(config.rotary_percent * rotary_size(config)) // 2
+        frequencies[turning:] = 0.0
     if config.rope_type == "longrope":
         is_long = length > config.original_max_position_embeddings
         factors = config.longrope_long_factor if is_long else config.longrope_short_factor
@@ -159,6 +162,7 @@ def rotary_kernel(config: TransformerConfig) -> KernelFunction[..., Any] | None:
     is_rope = config.position_embedding_type == "rope" and not config.multi_latent_attention
     is_plain = not (config.rotary_interleaved or config.qk_l2_norm)
     is_plain = is_plain and not (config.attention_output_gate or config.qk_norm_after_rope)
+    is_plain = is_plain and not config.value_norm and qkv_parts(config) == ("q", "k", "v")
     if not (is_rope and is_plain and rotary_size(config) == head_dim(config)):
         return None
     if not config.qk_layernorm:
