@@ -231,6 +231,12 @@ CASES = {
         | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rms_norm_eps": 1e-3},
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**ODD_MOE, **LATENT, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
+        | {"index_topk": 5, "index_head_dim": 6, "index_n_heads": 12},
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -21,7 +21,7 @@ from mcore_parallel.sharding import named_shards
 # Buffers of theirs that take part in what a model computes.
 UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 ROUTED_IN_FLOAT32 = ("glm4_moe", "dots1", "ernie4_5_moe", "lfm2_moe", "hunyuan_v1_moe")
-ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2")
+ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2", "deepseek_v32")
 VOCAB, LENGTH, NEW = 37, 23, 2
 # transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.
 ROUNDING = 2e-5

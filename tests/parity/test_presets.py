@@ -22,6 +22,7 @@ LAYOUTS = {
             "--pipeline-model-parallel-layout Et*31|t*30|m|L"
         ),
     ),
+    "deepseek-v3.2": ("gpt", 4, f"{TP2} {SP} {EP2} {ZERO}"),
     "kimi-k2": (
         "gpt",
         4,

@@ -82,6 +82,9 @@ CONFIGS = {
     **dict.fromkeys(("vaultgemma", "hunyuan_v1_dense"), ROPE | HEAD),
     "hunyuan_v1_moe": ROPE | HEAD | {"num_experts": 3, "moe_topk": 2},
     "glm4_moe_lite": ROPE | LATENT | {"q_lora_rank": 9},
+    "deepseek_v32": ROPE
+    | LATENT
+    | {"q_lora_rank": 9, "index_head_dim": 6, "index_n_heads": 3, "index_topk": 5},
     "minimax_m2": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
     "ernie4_5_moe": ROPE
     | HEAD
@@ -186,6 +189,8 @@ SHAPELESS = {
     ("lfm2_moe", "num_experts_per_tok"),
     ("glm4_moe_lite", "num_experts_per_tok"),
     ("minimax_m2", "num_experts_per_tok"),
+    ("deepseek_v32", "num_experts_per_tok"),
+    ("deepseek_v32", "index_topk"),
     ("qwen3_next", "intermediate_size"),
     ("granitemoehybrid", "num_experts_per_tok"),
     ("gpt_oss", "num_experts_per_tok"),

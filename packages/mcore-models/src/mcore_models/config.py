@@ -468,6 +468,23 @@ class TransformerConfig(Options):
     v_head_dim: int = option(128, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's values."""
 
+    dsa_indexer_topk: int = option(
+        0,
+        minimum=0,
+        part_of={"multi_latent_attention": ON},
+        needs={"q_lora_rank": ON, "position_embedding_type": "rope"},
+        excludes={"qk_clip": Because("which does not see which keys are selected")},
+        shrinks_to=8,
+    )
+    """Keys that a token attends to, selected by an indexer (DeepSeek-V3.2); 0: all. The indexer
+    is not trained."""
+
+    dsa_indexer_n_heads: int = option(64, above=0, part_of={"dsa_indexer_topk": ON})
+    """Heads of the indexer. Megatron's default: none."""
+
+    dsa_indexer_head_dim: int = option(128, above=0, part_of={"dsa_indexer_topk": ON})
+    """Channels of a head of the indexer. Megatron's default: none."""
+
     # Feed-forward layers.
 
     swiglu: bool = True
@@ -723,6 +740,12 @@ class TransformerConfig(Options):
             lambda v: v.qk_pos_emb_head_dim % 2,
             "--qk-pos-emb-head-dim {qk_pos_emb_head_dim} must be even: channels are rotated in "
             "pairs.",
+        ),
+        Rule(
+            ("dsa_indexer_head_dim", "qk_pos_emb_head_dim", "dsa_indexer_topk"),
+            lambda v: v.dsa_indexer_topk and v.dsa_indexer_head_dim < v.qk_pos_emb_head_dim,
+            "--dsa-indexer-head-dim {dsa_indexer_head_dim} must be --qk-pos-emb-head-dim, "
+            "{qk_pos_emb_head_dim}, or more: these channels are rotated.",
         ),
         Rule(
             ("position_embedding_type", "multi_latent_attention"),

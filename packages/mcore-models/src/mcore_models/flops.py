@@ -135,7 +135,9 @@ def model_flops(
     pairs = sum(
         channels[min(layer, last)]
         * _doubled_pairs(
-            length, window(config, min(layer, last)), chunk(config, min(layer, last))
+            length,
+            config.dsa_indexer_topk - 1 if name == "mla" else window(config, min(layer, last)),
+            chunk(config, min(layer, last)),
         )
         for length in seq_lengths
         for layer, names in enumerate(mixers)

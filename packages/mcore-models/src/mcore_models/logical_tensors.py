@@ -341,6 +341,15 @@ def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
         shapes["mla.q_up.weight"] = (N * H, config.q_lora_rank)
     else:
         shapes["mla.q.weight"] = (N * H, D)
+    if config.dsa_indexer_topk:
+        heads, channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        shapes |= {
+            "mla.indexer.q_up.weight": (heads * channels, config.q_lora_rank),
+            "mla.indexer.k.weight": (channels, D),
+            "mla.indexer.k_norm.weight": (channels,),
+            "mla.indexer.k_norm.bias": (channels,),
+            "mla.indexer.weights.weight": (heads, D),
+        }
     shapes["mla.kv_down.weight"] = (rank + rotated, D)
     if config.qk_layernorm:
         shapes["mla.kv_norm.weight"] = (rank,)

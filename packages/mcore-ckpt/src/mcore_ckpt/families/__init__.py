@@ -75,6 +75,7 @@ _MODULES = {
     "llama4_text": "moe.llama4_text",
     "deepseek_v2": "moe.deepseek_v2",
     "deepseek_v3": "moe.deepseek_v3",
+    "deepseek_v32": "moe.deepseek_v32",
     "kimi_k2": "moe.variants",
     "glm4_moe_lite": "moe.glm4_moe_lite",
     "minimax_m2": "moe.minimax_m2",

@@ -61,6 +61,11 @@ def layout_problems(
         for sizes in dict.fromkeys((config, global_config(config))):
             problems += _head_problems(sizes, parallel)
         problems += _context_problems(config, parallel)
+    if "mla" in used and config.dsa_indexer_topk and parallel.context_parallel_size > 1:
+        problems.append(
+            "--dsa-indexer-topk selects keys of complete sequences: use "
+            "--context-parallel-size 1."
+        )
     if "mamba" in used:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
