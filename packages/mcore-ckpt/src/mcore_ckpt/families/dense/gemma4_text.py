@@ -41,15 +41,20 @@ _OVERRIDES = {
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Turn sizes stated for each layer into those of all layers without a window."""
     usual = dict(config)
-    layers = usual.pop("per_layer_config", None) or {}
+    stated = usual.pop("per_layer_config", None)
+    layers = stated or {}
     found = list(layers.values())
     if any(one != found[0] or not one.keys() <= _OVERRIDES.keys() for one in found):
         raise ValueError(
             f"config.json has per_layer_config={layers!r}, which mcore cannot represent here: "
             "only one head_dim and num_key_value_heads, of all layers of full attention."
         )
-    for name, value in (found[0] if found else {}).items():
-        usual[_OVERRIDES[name]] = value
+    if stated is not None:  # fields of all layers without a window do not count then
+        own = found[0] if found else {}
+        usual["global_head_dim"] = own.get("head_dim", usual.get("head_dim"))
+        usual["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    elif not usual.get("attention_k_eq_v"):
+        usual["num_global_key_value_heads"] = None
     rows, vocab_size = usual.pop("vocab_size_per_layer_input", None), usual.get("vocab_size")
     if usual.get("hidden_size_per_layer_input") != 0 and rows not in (None, vocab_size):
         raise ValueError(
@@ -75,15 +80,13 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    same_values = fields.take("attention_k_eq_v", False)
-    groups = fields.maybe("num_global_key_value_heads") if same_values else None
-    fields.maybe("num_global_key_value_heads")
+    groups = fields.maybe("num_global_key_value_heads")
     width = fields.take("global_head_dim", 512)
     found = {
         "rotary_base_local": float(fields.take("rope_local_base_freq")),
         "global_kv_channels": width if width != ours["kv_channels"] else 0,
         "global_num_query_groups": groups or 0,
-        "attention_k_eq_v": same_values,
+        "attention_k_eq_v": fields.take("attention_k_eq_v", False),
         "softmax_scale": 1.0,
         "final_logit_softcapping": fields.maybe("final_logit_softcapping") or 0.0,
     }
@@ -106,10 +109,22 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     del theirs["rope_scaling"], theirs["rope_theta"]
     theirs.pop("partial_rotary_factor", None)
     local = {"rope_type": "default", "rope_theta": config.rotary_base_local or 10000.0}
-    return {
+    sizes = {
+        "head_dim": config.global_kv_channels or head_dim(config),
+        "num_key_value_heads": config.global_num_query_groups or None,
+    }
+    # transformers reads the second of them elsewhere only together with attention_k_eq_v.
+    by_layer = config.global_num_query_groups and not config.attention_k_eq_v
+    layers = {
+        "per_layer_config": {
+            str(layer): sizes
+            for layer, kind in enumerate(theirs["layer_types"])
+            if kind == FULL
+        }
+    }
+    return (layers if by_layer else {}) | {
         "rope_parameters": {LOCAL: local, FULL: full},
-        "global_head_dim": config.global_kv_channels or head_dim(config),
-        "num_global_key_value_heads": config.global_num_query_groups or None,
+        **{_OVERRIDES[name]: value for name, value in sizes.items()},
         "attention_k_eq_v": config.attention_k_eq_v,
         "vocab_size_per_layer_input": theirs["vocab_size"],
         "final_logit_softcapping": config.final_logit_softcapping or None,

@@ -13,6 +13,8 @@ _WORDS = {"dense": 0, "sparse": 1}
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     types = fields.maybe("mlp_layer_types")
+    if types is not None:
+        fields.maybe("first_k_dense_replace")  # the list counts
     moe = deepseek_v3.SIGMOID_EXPERTS.read(fields, ours)
     if types is None:
         return moe
