@@ -13,7 +13,6 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -86,11 +85,15 @@ def commands(program: str) -> list[Listed]:
         found.setdefault(named, Listed(named, kind))
         return ""
 
-    module = PROGRAMS[program]
-    with patch.object(command_line, "help_text", record), redirect_stdout(StringIO()):
-        for command in module.COMMANDS:
-            for verb in VERBS.get(f"{program} {command}", [""]):
-                assert module.main([command, *([verb] if verb else []), "--help-all"]) == 0
+    module, write = PROGRAMS[program], command_line.help_text
+    command_line.help_text = record
+    try:
+        with redirect_stdout(StringIO()):
+            for command in module.COMMANDS:
+                for verb in VERBS.get(f"{program} {command}", [""]):
+                    assert module.main([command, *([verb] if verb else []), "--help-all"]) == 0
+    finally:
+        command_line.help_text = write
     return list(found.values())
 
 
