@@ -265,7 +265,7 @@ def docs(session: nox.Session) -> None:
     if "site" not in session.posargs:
         tests = ("tests/docs/test_recipes.py", "tests/docs/test_site.py")
         _in_workspace(session, "pytest", "-m", "slow or not slow", *tests)
-    session.install("zensical==0.0.73", "mkdocstrings-python==2.0.11")
+    session.install("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff")
     folder = Path(session.create_tmp()).resolve() / "site"
     _in_workspace(session, "python", "tests/docs/site.py", str(folder))
     with session.chdir(folder):
