@@ -55,12 +55,14 @@ RECIPES = {
     "fp8-blockwise": "fp8, `blockwise`: one factor for 128 numbers",
 }
 DECODING = {
-    "bf16": "decode-llama-3-8b-h200",
-    "fp8 weights": "decode-llama-3-8b-fp8-h200",
-    "int8 weights": "decode-llama-3-8b-int8-h200",
-    "4 bits (AWQ)": "decode-llama-3-8b-awq-h200",
+    "mcore, bf16": ("decode-llama-3-8b-beside-vllm-h200", ""),
+    "vLLM 0.25.1, bf16, the same day": ("vllm-llama-3-8b-h200", ""),
+    "transformers, bf16": ("decode-llama-3-8b-h200", "transformers "),
+    "mcore, fp8 weights": ("decode-llama-3-8b-fp8-h200", ""),
+    "mcore, int8 weights": ("decode-llama-3-8b-int8-h200", ""),
+    "mcore, weights of 4 bits (AWQ)": ("decode-llama-3-8b-awq-h200", ""),
 }
-_HEADLESS = ("batch 1", "batch 32", "transformers batch 1", "transformers batch 32")
+"""Files of decoding, and what the names of their cases begin with."""
 INTRODUCTION = """\
 Written by `tests/docs/performance_page.py` from files of `benchmarks/results`: random
 tokens, bf16 unless a row names another format, H200 SXM, torch 2.11. How they were
@@ -205,12 +207,13 @@ def fp8_rows() -> Iterator[Sequence[object]]:
 
 
 def decode_rows() -> Iterator[Sequence[object]]:
-    """Yield tokens per second of Llama-3-8B by format of its weights, and the bound."""
-    for text, name in DECODING.items():
+    """Yield tokens per second of Llama-3-8B by program and format of its weights."""
+    bf16 = read(DECODING["mcore, bf16"][0])["roofline_tokens_per_s"]
+    for text, (name, prefix) in DECODING.items():
         row = read(name)
-        rates = [row["cases"].get(case, {}).get("tokens_per_s", 0) for case in _HEADLESS]
-        shown = [f"{rate:,.0f}" if rate else "" for rate in rates]
-        yield _link(text, name), *shown, f"{row['roofline_tokens_per_s']:.0f}"
+        rates = [row["cases"][f"{prefix}batch {count}"]["tokens_per_s"] for count in (1, 32)]
+        bound = row.get("roofline_tokens_per_s", bf16)
+        yield _link(text, name), *(f"{rate:,.0f}" for rate in rates), f"{bound:,.0f}"
 
 
 def data_rows() -> Iterator[Sequence[object]]:
@@ -290,7 +293,7 @@ prediction is the simulator's, from the time of each stage.""",
         """\
 Llama-3-8B on one H200, tokens per second of all texts together. The bound is the memory's
 bandwidth over the bytes of the weights. More in [Serving](serving.md).""",
-        "weights | 1 text | 32 texts | transformers, 1 | transformers, 32 | bound, 1",
+        "program and weights | 1 text | 32 texts | bound of 1 text",
         decode_rows,
     ),
     ("Data", "On two CPU cores.", "what | rate", data_rows),
