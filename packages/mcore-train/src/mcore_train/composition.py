@@ -45,6 +45,7 @@ from mcore_train.config import (
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
+    SpikeConfig,
     VerifyConfig,
     WatchConfig,
 )
@@ -96,6 +97,7 @@ class TrainConfig:
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     watching: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     in_process: InProcessConfig = field(default_factory=InProcessConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

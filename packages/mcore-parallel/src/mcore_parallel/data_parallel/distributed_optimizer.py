@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
@@ -45,7 +45,13 @@ from mcore_parallel.data_parallel.optimizer_segments import (
 from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
-from mcore_parallel.optimizers.update_rule import AnyRule, MatrixRule, UpdateGroup, UpdateRule
+from mcore_parallel.optimizers.update_rule import (
+    AnyRule,
+    MatrixRule,
+    UpdateGroup,
+    UpdateRule,
+    unless_applied,
+)
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -68,6 +74,7 @@ class _Rates:
     weight_decay: float
     grad_scale: Float[Tensor, ""] | float
     row_factors: RowFactors
+    is_applied: Bool[Tensor, ""] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,7 @@ class DistributedOptimizer:
         grad_scale: Float[Tensor, ""] | float = 1.0,
         row_factors: RowFactors = NO_FACTORS,
         named_lrs: Mapping[str, float] = NO_RATES,
+        is_applied: Bool[Tensor, ""] | None = None,
     ) -> None:
         """Update the weights on every rank.
 
@@ -191,6 +199,9 @@ class DistributedOptimizer:
             row_factors: multiply rows of parameters after their update, by the parameters'
                 names: one factor for each row of this rank, equal on all that hold the row.
             named_lrs: learning rates of the groups with an ``lr_name``.
+            is_applied: equal on all ranks, read on the device: where it is false, weights and
+                state keep all their bits, and the caller takes one from ``num_steps`` once it
+                learns of it. None: the step is applied, without the copies that this needs.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -202,7 +213,9 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
-        rates = _Rates(self.num_steps, lr, named_lrs, weight_decay, grad_scale, row_factors)
+        rates = _Rates(
+            self.num_steps, lr, named_lrs, weight_decay, grad_scale, row_factors, is_applied
+        )
         flats: dict[int, Tensor] = {}  # messages, then directions, by chunk
         with self._host.updating():
             for unit in self.data_parallel.gathering():
@@ -226,7 +239,7 @@ class DistributedOptimizer:
         if work.kind == "send":  # no message was written where the rank owns nothing
             exchange.send(chunk, flats.pop(chunk) if chunk in flats else exchange.flat(chunk))
         elif work.kind == "compute":
-            exchange.compute(chunk, rates.num_steps)
+            exchange.compute(chunk, rates.num_steps, rates.is_applied)
         elif work.kind == "receive":
             flats[chunk] = exchange.receive(chunk)
         elif work.kind == "free":
@@ -269,16 +282,18 @@ class DistributedOptimizer:
                 grad_scale=scale if width == 1.0 else scale * width,
             )
         is_narrow = run.main.dtype == torch.bfloat16
-        length = _RUN if is_narrow else max(1, run.main.numel())
+        is_cut = is_narrow or rates.is_applied is not None  # copies are made
+        length = _RUN if is_cut else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
             main = run.main[cut].float() if is_narrow else run.main[cut]
             target = main if is_narrow else run.weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            update(main, change[cut], moments, target)
-            if rates.row_factors:
-                owned = list(clipped(run.owned, begin, begin + main.numel()))
-                _scale_rows(owned, rates.row_factors, main, target)
+            with unless_applied(rates.is_applied, (main, target, *moments.values())):
+                update(main, change[cut], moments, target)
+                if rates.row_factors:
+                    owned = list(clipped(run.owned, begin, begin + main.numel()))
+                    _scale_rows(owned, rates.row_factors, main, target)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
@@ -449,7 +464,8 @@ def _write_message(run: SegmentRun, rates: _Rates, flat: Tensor) -> None:
     for begin in range(0, flat.numel(), _RUN):
         cut = slice(begin, begin + _RUN)
         moments = {name: moment[cut] for name, moment in run.moments.items()}
-        flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
+        with unless_applied(rates.is_applied, moments.values()):
+            flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
 
 
 def _apply_direction(

@@ -30,7 +30,7 @@ _FREE = ("lora_dropout", "peft_base_bits")
 
 FREE = frozenset(
     (
-        *("hidden_dropout", "attention_dropout"),
+        *("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss_coeff"),
         *("max_position_embeddings", "make_vocab_size_divisible_by", "mamba_chunk_size"),
         *("init_method_std", "embedding_init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
