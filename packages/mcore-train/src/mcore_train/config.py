@@ -96,11 +96,15 @@ class BatchConfig(Options):
 class OptimizerConfig(Options):
     """What a step does with the gradient."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
+        "adam"
+    )
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
     momentum, weight decay added to the gradient; lion: the sign of an interpolated momentum;
-    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo. With the
-    last two, AdamW updates embeddings, head, norms, biases and routers."""
+    schedule_free: AdamW that averages its weights in place of a decay of the learning rate;
+    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo;
+    adafactor: a second moment by rows and columns. With the last three, AdamW updates
+    embeddings, head, norms, biases and routers."""
     lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
     min_lr: float = option(0.0, minimum=0)
@@ -261,6 +265,9 @@ class EvalConfig(Options):
     eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
     """Sequences in one forward pass of a validation, which keeps no activations; the same
     samples are scored. 0: --micro-batch-size."""
+    eval_average_weights: bool = False
+    """Validate, score tasks and write texts with the averaged weights of --ema-decay or
+    --optimizer schedule_free; training goes on with its own, to the last bit."""
     eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
     """Steps between two at which the zero-shot tasks are scored; 0: none."""
     eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
@@ -268,6 +275,14 @@ class EvalConfig(Options):
     of passages in JSON lines, WIKITEXT103:FILE scores one text."""
 
     rules = (
+        Rule(
+            ("eval_average_weights", "ema_decay", "optimizer"),
+            lambda v: (
+                v.eval_average_weights and not v.ema_decay and v.optimizer != "schedule_free"
+            ),
+            "--eval-average-weights needs averaged weights: give --ema-decay, or --optimizer "
+            "schedule_free.",
+        ),
         Rule(
             ("eval_tasks",),
             lambda v: [

@@ -11,6 +11,7 @@ matrices by a ``MatrixExchange``, between two elementwise parts on the ranges.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -46,6 +47,7 @@ from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
 from mcore_parallel.optimizers.update_rule import (
+    AVERAGE,
     AnyRule,
     MatrixRule,
     UpdateGroup,
@@ -105,6 +107,7 @@ class DistributedOptimizer:
         host_share: float = 0.0,
         host_folder: str = "",
         has_main: bool = True,
+        ema_decay: float = 0.0,
         matrix_tp_mode: TPMode = "distributed",
     ) -> None:
         """Allocate main weights and moments of this rank's ranges.
@@ -122,6 +125,8 @@ class DistributedOptimizer:
             host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
+            ema_decay: share that an exponential moving average of the weights keeps of itself
+                in an update; 0: there is none.
             matrix_tp_mode: what tensor ranks do with matrices that they share, see
                 ``MuonConfig.muon_tp_mode``.
 
@@ -132,7 +137,7 @@ class DistributedOptimizer:
         self.data_parallel = data_parallel
         self.rule = rule
         self.num_steps = 0
-        self._has_main = has_main
+        self._has_main, self._ema_decay = has_main, ema_decay
         order = data_parallel.update_order
         groups = {
             named.parameter: group_of(named) if group_of else _plain_group(rule, named)
@@ -147,13 +152,16 @@ class DistributedOptimizer:
         if not has_main:
             check_rounding(data_parallel.units)
         shared_out = list(share_out(order, groups, host_share))
-        size = bytes_on_host(shared_out, has_main)
+        has_average = ema_decay > 0.0
+        size = bytes_on_host(shared_out, has_main, has_average)
         if host_folder:
             memory = allocate_state_file(size, host_folder)
         else:
             memory = allocate_state(size, device)
         self._segments: dict[OwnedUnit, list[Segment]] = {
-            unit: [new_segment(unit, part, has_main, memory.zeros) for part in parts]
+            unit: [
+                new_segment(unit, part, has_main, has_average, memory.zeros) for part in parts
+            ]
             for unit, parts in shared_out
         }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
@@ -294,6 +302,8 @@ class DistributedOptimizer:
                 if rates.row_factors:
                     owned = list(clipped(run.owned, begin, begin + main.numel()))
                     _scale_rows(owned, rates.row_factors, main, target)
+                if self._ema_decay:
+                    moments[AVERAGE].lerp_(main, 1 - self._ema_decay)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
@@ -327,6 +337,39 @@ class DistributedOptimizer:
             described = self.data_parallel.owned_shards(flats)
             shards.update({f"{kind}.{name}": shard for name, shard in described.items()})
         return shards
+
+    def restart_average(self) -> None:
+        """Set averaged weights to the main weights, where there are any; no communication."""
+        for segment in (s for each in self._segments.values() for s in each):
+            if AVERAGE in segment.moments:
+                segment.moments[AVERAGE].copy_(segment.main)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model its averaged weights inside, then the trained ones, bit for bit.
+
+        Gathers over the data ranks twice. This rank's part of the weights is copied meanwhile.
+        """
+        self.data_parallel.wait_params()
+        trained: list[tuple[Tensor, Tensor]] = []
+        for unit in self.data_parallel.gathering():
+            for segment in self._segments[unit]:
+                targets = [segment.weights]
+                if unit.own_main() is not None:
+                    targets.append(segment_view(unit.own_weights(), segment))
+                for target in targets:
+                    trained.append((target, target.clone()))
+                    target.copy_(segment.moments[AVERAGE])
+        self.data_parallel.wait_params()
+        try:
+            yield
+        finally:
+            copies = iter(trained)
+            for unit in self.data_parallel.gathering():
+                for _ in range(len(self._segments[unit]) * (1 + (unit.own_main() is not None))):
+                    target, copy = next(copies)
+                    target.copy_(copy)
+            self.data_parallel.wait_params()
 
     def refresh(self, *, from_parameters: bool = False) -> None:
         """Make weights and main weights agree after a load; gathers over the data ranks.

@@ -20,6 +20,9 @@ from torch import Tensor
 MomentDtype = Literal["fp32", "bf16"]
 """How a moment is kept: in the dtype of the main weights (fp32), or in bf16."""
 
+AVERAGE = "average"
+"""State that holds averaged weights, of ``ema_decay`` or of a rule that averages."""
+
 Shape = tuple[int, ...]
 
 

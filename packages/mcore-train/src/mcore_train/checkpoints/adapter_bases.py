@@ -99,6 +99,7 @@ def load_base(run: Run, folder: Path | None) -> Origin:
         for chunk in run.chunks:
             start_magnitudes(chunk, {n.removeprefix("model."): weights[n] for n in weights})
     run.optimizer.refresh(from_parameters=True)
+    run.optimizer.restart_average()
     adapter_base = str(base if is_store(base) else base.resolve()) if has_adapters else ""
     return Origin(checkpoint=str(base), adapter_base=adapter_base)
 

@@ -32,6 +32,7 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.optimizers.update_rule import AVERAGE
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.batches.batch_ramp import BatchRamp
@@ -77,7 +78,7 @@ from mcore_train.updating.lr_schedule import (
 
 log = logging.getLogger(__name__)
 
-_MAIN = "optimizer.main."
+_MAIN, _AVERAGE = "optimizer.main.", f"optimizer.{AVERAGE}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +187,7 @@ def _load(run: Run) -> Run:
     if options.finetune or "iteration" not in extra:
         load_weights(run, folder, saved_weights(run))
         run.optimizer.refresh(from_parameters=True)
+        run.optimizer.restart_average()
         return run
     file = folder / PLAN_FILE
     data_plan_text = file.read_text("utf-8") if file.is_file() else ""
@@ -227,6 +229,8 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
+    if not with_optimizer:
+        run.optimizer.restart_average()
     run = replace(run, origin=replace(run.origin, checkpoint=str(where)))
     return _continue_after(run, plan, extra, data_plan_text)
 
@@ -404,11 +408,17 @@ def _load_state(
     if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
         # The run that saved it had no main weights: they are copied from the weights.
         state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
+    # An average that the run begins to keep starts from the weights.
+    has_average = any(name.startswith(_AVERAGE) for name in read_index(folder).tensors)
+    if not has_average:
+        state = {n: shard for n, shard in state.items() if not n.startswith(_AVERAGE)}
     shards = saved_weights(run) | state
     rng = rng_shards(run) if load_rng and _streams_fit(run, extra) else {}
     scales = wanted_fp8_shards(run, extra)
     wants_main = any(name.startswith(_MAIN) for name in state)
-    parts = {"optimizer.": with_optimizer, _MAIN: wants_main, "rng.": rng, "fp8.": scales}
+    wants_average = any(name.startswith(_AVERAGE) for name in state)
+    parts = {"optimizer.": with_optimizer, _MAIN: wants_main, _AVERAGE: wants_average}
+    parts |= {"rng.": rng, "fp8.": scales}
     ignore = tuple(prefix for prefix, is_taken in parts.items() if not is_taken)
     load(folder, shards | rng | scales, ignore=ignore, **load_options(run))
     take_fp8_histories(run)
@@ -417,6 +427,8 @@ def _load_state(
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not wants_main)
+    if not wants_average:
+        run.optimizer.restart_average()
 
 
 def optimizer_shards(run: Run) -> dict[str, Shard]:
