@@ -37,7 +37,7 @@ CODE_BYTES = {"blockwise": 1 + 4 / 128}
 """Bytes of an element with its share of a scale, by recipe; 1 elsewhere."""
 _ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _LINEAR = re.compile(
-    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net)"
+    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv)"
     rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(_ROW_PARALLEL)}))(\.\w+)?\.weight"
 )
 

@@ -13,8 +13,8 @@ from mcore_base.options import flag, idle_options
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_models.config import config_to_dict, layers_skip
-from mcore_models.layer_patterns import without_stage_marks
+from mcore_models.config import config_to_dict
+from mcore_models.layer_patterns import layers_skip, without_stage_marks
 from mcore_models.logical_tensors import moe_layers
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter

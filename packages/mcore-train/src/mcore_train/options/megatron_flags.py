@@ -395,7 +395,7 @@ INSTEAD: dict[str, str] = {
         "use --hybrid-override-pattern, one letter a layer: G is a gated delta net."
     ),
     "--dsa-* --no-dsa-* --disable-dsa-*": (
-        "attention chosen by an indexer is not here; leave it out."
+        "the indexer of --dsa-indexer-topk is not trained and has one form; leave it out."
     ),
     "--mup-width-mult": "it follows from --mup-base-hidden-size; leave it out.",
     "--disable-bf16-reduced-precision-matmul": (
