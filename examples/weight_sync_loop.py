@@ -1,6 +1,6 @@
 """Reinforcement learning in one loop: push weights, generate, keep the best texts, train.
 
-    python examples/weight_sync_loop.py
+    OMP_NUM_THREADS=1 python examples/weight_sync_loop.py
     torchrun --nproc_per_node=2 examples/weight_sync_loop.py --use-distributed-optimizer
 
 Every rank trains its part and has an engine with the whole model. A text's reward is its share

@@ -53,6 +53,14 @@ NUM_NEW = 4
 GREEDY = SamplingConfig(num_tokens=NUM_NEW, top_k=1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def build(case, *, is_invariant=True, device="cpu"):
     config, moe, dtype = CASES[case]
     sizes = {"vocab_size": 51, "dtype": dtype, "seed": 3, "device": device}

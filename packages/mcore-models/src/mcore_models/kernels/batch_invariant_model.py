@@ -21,6 +21,8 @@ from mcore_models.kernels.batch_invariant import (
     invariant_linear,
 )
 from mcore_models.layers.attention import Attention
+from mcore_models.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.peft.config import is_adapter
 from mcore_moe.activations import activation_function
 from mcore_moe.experts.experts import Experts
@@ -31,10 +33,16 @@ from mcore_moe.routing.router import Router
 from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.precision.gemm import PlainGemm
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 FLAG = "--batch-invariant-mode"
 
+_ROWWISE = (
+    *(Experts, Router, RMSNorm, LayerNorm, HeadNorm),
+    *(VocabParallelEmbedding, VocabParallelHead, PositionEmbedding),
+)
+"""Modules with parameters of their own that have kernels here, or compute row by row."""
 _VECTOR = 64  # a multiple of the elements that a CPU's vectors hold
 
 
@@ -88,6 +96,8 @@ def _problems(model: nn.Module) -> list[str]:
                 problems.append("linears in fp8 or with quantized weights")
         elif isinstance(module, MoELayer):
             problems += _problems_of_experts(module)
+        elif any(True for _ in module.parameters(False)) and not isinstance(module, _ROWWISE):
+            problems.append(f"a layer of kind {type(module).__name__}")
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         problems.append("--peft adapters")
     problems = list(dict.fromkeys(problems))
