@@ -90,7 +90,7 @@ class Interval:
         run, plan, progress = self.run, self.run.plan, self.run.progress
         assert self._last is not None
         (loss, *others), aux_loss = self._reduced()
-        names = list(run.chunks[-1].loss_coefficients)[1:]
+        loss_name, *names = run.loss_names
         grad_norm = self._last.grad_norm.item()
         lr, num_skipped = self._lr, self._num_skipped
         experts = self._experts()
@@ -122,6 +122,7 @@ class Interval:
             skipped_steps=num_skipped,
             global_batch_size=size,
             loss=loss,
+            loss_name=loss_name,
             aux_loss=aux_loss,
             other_losses=dict(zip(names, others, strict=True)),
             grad_norm=grad_norm,
