@@ -1,12 +1,15 @@
 """Objectives under every kind of layout, against their formulas on one rank in float64."""
 
-from itertools import pairwise
+import math
+import re
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from warm_ranks import run_ranks
+from warm_ranks import run_command, run_ranks
 
 from mcore_data.datasets.preferences import prepare_preferences
 from mcore_data.tokenizers.plain import ByteTokenizer
@@ -21,6 +24,7 @@ from mcore_train.checkpoints.resuming import load_run, save_run
 from mcore_train.composition import compose
 from mcore_train.layout_check.trial import whole_weights
 from mcore_train.objectives import dpo, grpo
+from mcore_train.objectives.reference import check_reference
 from mcore_train.objectives.reference_cache import write_entries
 from mcore_train.objectives.rollouts import ADVANTAGES, REWARDS
 from mcore_train.resolution import build_plan
@@ -42,6 +46,7 @@ BASE = {
     "num_workers": 0,
 }
 TEACHER = {**BASE, "num_layers": 4, "hidden_size": 32, "kv_channels": 8, "seed": 77}
+ROOT = Path(__file__).parents[4]
 OBJECTIVES = ["dpo", "distill", "distill_top_k", "grpo"]
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -92,6 +97,9 @@ def objective_flags(name, folder):
         flags |= {"reward": f"{folder / 'rewards.py'}:low", "grpo_group_size": 4}
         flags |= {"grpo_max_tokens": 6, "grpo_updates": 2, "seq_length": 16}
         return flags | {"reference_model": str(folder / "reference")}
+    if name == "own":
+        own = f"{ROOT / 'examples/own_objective.py'}:FocalLoss"
+        return flags | {"objective": own, "mock_data": True}
     flags |= {"mock_data": True, "distill_temperature": 2.0, "distill_weight": 0.7}
     flags |= {"distill_top_k": 5} if name.endswith("top_k") else {}
     return flags | {"reference_model": str(folder / "teacher")}
@@ -182,6 +190,16 @@ def plain_grpo(model, batches):
     )
 
 
+def plain_focal(model, batches):
+    """Compute the loss of examples/own_objective.py on whole logits."""
+    losses = []
+    for batch in batches:
+        for ids, labels in zip(batch[TOKENS], batch[LABELS], strict=True):
+            losses.append(F.cross_entropy(plain_logits(model, ids), labels, reduction="none"))
+    loss = torch.cat(losses)
+    return {"focal loss": ((1 - (-loss).exp()) ** 2 * loss).mean(), LM_LOSS: loss.mean()}
+
+
 def plain_distillation(model, batches, top_k):
     """Compute the divergence by torch's kl_div, and the cross-entropy of the data."""
     teacher = plain_model({**TEACHER, "mock_data": True})
@@ -206,7 +224,7 @@ def plain_distillation(model, batches, top_k):
     }
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [*OBJECTIVES, "own"])
 def test_losses_and_gradients_are_those_of_the_formula(name, folder):
     flags = objective_flags(name, folder)
     run, model = start(flags), plain_model(flags)
@@ -215,7 +233,8 @@ def test_losses_and_gradients_are_those_of_the_formula(name, folder):
     if name.startswith("distill"):
         expected = plain_distillation(model, batches, flags.get("distill_top_k", 0))
     else:
-        expected = {"dpo": plain_dpo, "grpo": plain_grpo}[name](model, batches)
+        plain = {"dpo": plain_dpo, "grpo": plain_grpo, "own": plain_focal}
+        expected = plain[name](model, batches)
     root = next(iter(expected.values()))
     expected.pop("sum", None)
     for key, value in expected.items():
@@ -229,8 +248,14 @@ def test_losses_and_gradients_are_those_of_the_formula(name, folder):
         torch.testing.assert_close(found[key], value.view_as(found[key]), msg=key)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OBJECTIVES)
+QUICK = {("dpo", "cp2"), ("distill", "tp2"), ("distill_top_k", "pp2"), ("grpo", "dp2")}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.parity_long)
+    for case in product([*OBJECTIVES, "own"], LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_an_objective_trains_under_a_layout_as_on_one_rank(name, layout, folder):
     flags = objective_flags(name, folder)
     losses, norm, weights = measured(flags)
@@ -246,7 +271,9 @@ def stored(flags, cache):
     write_entries(start(flags, dist.get_world_size()), cache)
 
 
-@pytest.mark.parametrize("name", ["dpo", "distill_top_k"])
+@pytest.mark.parametrize(
+    "name", ["dpo", pytest.param("distill_top_k", marks=pytest.mark.parity_long)]
+)
 def test_stored_results_of_the_frozen_model_train_as_the_model_does(name, folder, tmp_path):
     flags = objective_flags(name, folder)
     losses, norm, _ = measured(flags)
@@ -281,3 +308,53 @@ def test_with_adapters_the_reference_is_the_model_without_them(folder):
         output, _ = run.chunks[0].run_stage(apart[0], None)
         own = run.objective.unreduced_losses(output, apart[0])
     assert own["rewards/margins"].abs().max() > 1e-6  # the adapters themselves have learnt
+
+
+def test_the_commands_store_and_read_what_a_reference_computes(folder, tmp_path):
+    words = ["--tokenizer-type", "ByteTokenizer", "--data-path", str(folder / "pairs")]
+    words += [
+        "--load",
+        str(folder / "reference"),
+        "--finetune",
+        "--split",
+        "1,0,0",
+        "--lr",
+        "1e-3",
+    ]
+    words += ["--seq-length", "48", "--train-iters", "2", "--num-workers", "0"]
+    cache = ["--objective", "dpo", "--reference-cache", str(tmp_path / "stored")]
+    model = ["--reference-model", str(folder / "reference")]
+    done = run_command("mcore_train", "reference", *cache, *model, *words)
+    assert done.returncode == 0, done.stderr
+    done = run_command("mcore_train", "gpt", *cache, *words)
+    assert done.returncode == 0, done.stderr
+    first = next(line for line in done.stdout.splitlines() if "dpo loss" in line)
+    assert f"dpo loss: {math.log(2):.6E}" in first  # the run begins from the reference
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"objective": "ppo"}, "--objective ppo: unknown objective; use pretrain, sft, dpo"),
+        ({"objective": "distill"}, "needs a teacher: give its folder by --reference-model"),
+        ({"objective": "no_such:Thing"}, "--objective no_such:Thing cannot be imported"),
+        ({"objective": f"{ROOT}/examples/own_objective.py:GAMMA"}, "is no class of"),
+        ({"objective": "grpo", "mock_data": False}, "--prompts FILE.jsonl and --reward"),
+        ({"objective": "dpo", "mtp_num_layers": 1}, "leave --mtp-num-layers out"),
+        ({"reference_model": "x"}, "has no effect without --objective dpo, grpo or distill"),
+    ],
+)
+def test_what_an_objective_cannot_do_is_refused_before_ranks_meet(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        start({**BASE, "mock_data": flags.get("objective") != "dpo", **flags})
+
+
+def test_a_frozen_model_that_does_not_fit_is_refused_with_every_reason(folder, tmp_path):
+    other = {**TEACHER, "tokenizer_type": "NullTokenizer", "vocab_size": 30, "mock_data": True}
+    save_run(start({**other, "num_layers": 3, "save": str(tmp_path / "other")}))
+    flags = {**BASE, "objective": "distill", "mock_data": True}
+    flags |= {"reference_model": str(tmp_path / "other"), "pipeline_model_parallel_size": 2}
+    plan = build_plan(compose(flags), 2)
+    with pytest.raises(ValueError, match="a vocabulary of 31 tokens") as found:
+        check_reference(plan)
+    assert "3" in str(found.value).splitlines()[1]

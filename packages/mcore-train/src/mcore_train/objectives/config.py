@@ -167,8 +167,8 @@ class GRPOConfig(Options):
 
     rules = (
         Rule(
-            ("prompts", "reward", "tokenizer_model"),
-            lambda v: not (v.prompts and v.reward),
+            ("objective", "prompts", "reward"),
+            lambda v: v.objective == "grpo" and not (v.prompts and v.reward),
             "--objective grpo needs --prompts FILE.jsonl and --reward module:function.",
         ),
         Rule(
