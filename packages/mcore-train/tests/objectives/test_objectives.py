@@ -95,7 +95,7 @@ def objective_flags(name, folder):
     if name == "grpo":
         flags |= {"prompts": str(folder / "prompts.jsonl"), "global_batch_size": 8}
         flags |= {"reward": f"{folder / 'rewards.py'}:low", "grpo_group_size": 4}
-        flags |= {"grpo_max_tokens": 6, "grpo_updates": 2, "seq_length": 16}
+        flags |= {"grpo_max_tokens": 6, "grpo_iterations": 2, "seq_length": 16}
         return flags | {"reference_model": str(folder / "reference")}
     if name == "own":
         own = f"{ROOT / 'examples/own_objective.py'}:FocalLoss"

@@ -153,17 +153,22 @@ class GRPOConfig(Options):
     """module:function or FILE.py:function, called with a prompt, a completion and the prompt's
     record; returns a number."""
     grpo_group_size: int = option(8, minimum=2)
-    """Texts that the model writes for each prompt; divides --global-batch-size."""
-    grpo_updates: int = option(1, minimum=1)
-    """Steps on the same texts before new ones are written."""
+    """Texts that the model writes for each prompt; divides --global-batch-size. Megatron's
+    default: 2."""
+    grpo_iterations: int = option(1, minimum=1)
+    """Steps on the same texts before new ones are written. Megatron's default: 2."""
     grpo_max_tokens: int = option(128, minimum=1)
     """Most tokens of a text."""
     grpo_temperature: float = option(1.0, above=0)
     """Temperature at which the texts are written."""
-    grpo_clip: float = option(0.2, above=0, below=1)
-    """Largest change of a token's probability ratio from 1 that the loss rewards."""
-    grpo_beta: float = option(0.04, minimum=0)
-    """Coefficient of the divergence from the reference model; 0: no reference model."""
+    grpo_clamp_eps_lower: float = option(0.2, above=0, below=1)
+    """Largest fall below 1 of a token's probability ratio that the loss rewards. Megatron's
+    default: 0.01."""
+    grpo_clamp_eps_upper: float = option(0.2, above=0)
+    """Largest rise above 1 of the ratio that the loss rewards. Megatron's default: 0.01."""
+    grpo_kl_beta: float = option(0.04, minimum=0)
+    """Coefficient of the divergence from the reference model; 0: no reference model. Megatron's
+    default: 0.001."""
 
     rules = (
         Rule(

@@ -43,7 +43,7 @@ class GRPO(Objective):
     @property
     def has_reference(self) -> bool:
         """Whether the divergence from a reference is part of the loss."""
-        return self.config.grpo.grpo_beta > 0
+        return self.config.grpo.grpo_kl_beta > 0
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -69,13 +69,14 @@ class GRPO(Objective):
         is_stored = OLD_LOG_PROBS in batch.entries
         old = batch[OLD_LOG_PROBS] if is_stored else log_probs.detach()
         ratio = (log_probs - old).exp()
-        clipped = ratio.clamp(1 - options.grpo_clip, 1 + options.grpo_clip)
+        lower, upper = options.grpo_clamp_eps_lower, options.grpo_clamp_eps_upper
+        clipped = ratio.clamp(1 - lower, 1 + upper)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         kl = torch.zeros_like(log_probs)
-        if options.grpo_beta:
+        if options.grpo_kl_beta:
             change = batch[REFERENCE_LOG_PROBS] - log_probs
             kl = change.exp() - change - 1
-            loss = loss + options.grpo_beta * kl
+            loss = loss + options.grpo_kl_beta * kl
         is_clipped = (clipped * advantages < ratio * advantages).to(loss.dtype)
         shares = batch[TOKEN_SHARES]
         return {

@@ -144,7 +144,7 @@ def check_reference(plan: Plan) -> None:
         raise ValueError(
             f"--objective {objective} scores next tokens: train a GPT (mcore-train gpt)."
         )
-    needs_none = objective == "grpo" and not config.grpo.grpo_beta
+    needs_none = objective == "grpo" and not config.grpo.grpo_kl_beta
     is_own = ":" in objective and not config.objective.reference_model
     if needs_none or is_own:
         return

@@ -119,7 +119,7 @@ def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[Mi
         consumed = run.progress.consumed_train_samples
         size = run.plan.ramp.size_at(consumed)
         # A round of updates has one batch of texts: prompts follow those of the round before.
-        first = consumed // options.grpo_updates // group
+        first = consumed // options.grpo_iterations // group
         chosen = [(first + i // group) % len(prompts) for i in range(size)]
         seed = run.plan.config.run.seed + consumed
         with run.ctx.clock.span("compute"):
@@ -133,9 +133,9 @@ def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[Mi
             run,
         )
         batches = run.annotate(_micro_batches(run, texts))
-        if options.grpo_updates > 1:
+        if options.grpo_iterations > 1:
             batches = _with_log_probs(run, batches)
-        for _ in range(options.grpo_updates):
+        for _ in range(options.grpo_iterations):
             yield batches
 
 
