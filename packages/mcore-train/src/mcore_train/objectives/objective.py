@@ -101,7 +101,9 @@ class Objective:
             for name, loss in found.items()
         }
 
-    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
+    def reference_entries(
+        self, _output: Payload, _batch: MicroBatch, /
+    ) -> Mapping[str, Tensor]:
         """Return what the frozen model adds to a batch, ``[B, S/cp, ...]``; without gradient.
 
         Args:
