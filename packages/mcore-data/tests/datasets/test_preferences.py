@@ -44,11 +44,11 @@ def test_a_row_packs_pairs_whose_conversations_are_apart(tmp_path, capsys):
     assert "2 pairs, 20 tokens, 12 of them in answers" in capsys.readouterr().out
     (row,) = rows(tmp_path / "p", 24)
     c, d = ord("c"), ord("d")
-    assert answers(row) == {0: [c, c, c, EOD], 1: [d, d, EOD], 2: [c, EOD], 3: [d, d, EOD]}
+    assert answers(row) == {0: [c, EOD], 1: [d, d, EOD], 2: [c, c, c, EOD], 3: [d, d, EOD]}
     assert row[PAIR_MASK].sum() == 2
     assert row[ANSWER_IDS][row[PAIR_MASK] > 0].tolist() == [0, 2]
     starts = np.flatnonzero(row["position_ids"] == 0)
-    assert starts.tolist() == [0, 5, 9, 12, 16]
+    assert starts.tolist() == [0, 3, 7, 12, 16]
     assert np.unique(row["cu_seqlens"]).tolist() == [*starts, 24]
 
 
@@ -56,7 +56,7 @@ def test_all_forms_of_a_pair_are_one_pair(tmp_path):
     found = []
     for number, form in enumerate(FORMS):
         prepare_preferences([form], tmp_path / str(number), BYTES)
-        found.append(rows(tmp_path / str(number), 100)[0])
+        found.append(rows(tmp_path / str(number), 200)[0])
     ends = b"<|im_end|>\n"
     assert answers(found[0]) == {0: [*b"yes", *ends], 1: [*b"no", *ends]}
     for row in found[1:]:
@@ -74,7 +74,7 @@ def test_pairs_that_fit_no_row_are_left_out_and_counted(tmp_path, caplog):
     ("record", "message"),
     [
         ({"chosen": "a", "rejected": "b"}, "pair 1: answers are texts, and there is no prompt"),
-        ({**FORMS[0], "chosen": []}, "pair 1: the prompt or an answer is empty"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "pair 1: the prompt or an answer is empty"),
     ],
 )
 def test_a_pair_of_another_form_is_named(record, message, tmp_path):
