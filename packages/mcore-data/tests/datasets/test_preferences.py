@@ -74,7 +74,10 @@ def test_pairs_that_fit_no_row_are_left_out_and_counted(tmp_path, caplog):
     ("record", "message"),
     [
         ({"chosen": "a", "rejected": "b"}, "pair 1: answers are texts, and there is no prompt"),
-        ({"prompt": "", "chosen": "a", "rejected": "b"}, "pair 1: the prompt or an answer is empty"),
+        (
+            {"prompt": "", "chosen": "a", "rejected": "b"},
+            "pair 1: the prompt or an answer is empty",
+        ),
     ],
 )
 def test_a_pair_of_another_form_is_named(record, message, tmp_path):
