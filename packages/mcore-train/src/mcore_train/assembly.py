@@ -15,6 +15,7 @@ from mcore_base.options import Values, find_faults
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.building.stage_model import StageModel
+from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.logical_tensors import head_dim
@@ -51,6 +52,7 @@ from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 from mcore_train.updating.loss_scaling import LossScaler
 from mcore_train.updating.optimizers import OPTIMIZERS, BuildRule, build_optimizer
+from mcore_train.updating.recent_steps import RecentSteps
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class Progress:
     """Sequences that the learning-rate schedule has counted: those of skipped steps are not."""
     batch_size_phases: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
+    spikes: list[int] = field(default_factory=list)
+    """Steps that were spikes, those within the last --spike-window steps."""
 
     def count_step(self, batch_size: int, *, is_skipped: bool) -> None:
         """Count one more step of ``batch_size`` sequences over all ranks."""
@@ -142,6 +146,8 @@ class Run:
     frozen: FrozenModel | None = None
     """The objective's reference or teacher; None where it has none, or its results are
     stored."""
+    recent: RecentSteps | None = None
+    """Losses and gradient norms that a spike is found by; None where none is looked for."""
     noise: GradientNoise | None = None
     """Measures the noise of a step's gradient; None where weights are sharded in layers or the
     step is a CUDA graph."""
@@ -260,8 +266,14 @@ def assemble(
         tokenizer=tokenizer,
         objective=objective,
         frozen=frozen,
+        recent=_build_recent_steps(config, ctx.device),
         noise=_build_noise(data_parallel) if recorder is None else None,
     )
+
+
+def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentSteps | None:
+    has_reader = config.spikes.spike_policy != "none" or config.watching.rerun_on_mismatch
+    return RecentSteps(config.spikes, device) if has_reader else None
 
 
 def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
@@ -364,6 +376,8 @@ def _build_chunks(
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)
+        if config.kernels.batch_invariant_mode:
+            use_batch_invariant_kernels(chunk)
     return chunks
 
 
