@@ -256,6 +256,22 @@ def images(session: nox.Session) -> None:
     )
 
 
+@nox.session(venv_backend="uv", python="3.11")
+def docs(session: nox.Session) -> None:
+    """Build the site in .nox/docs/tmp/site/site, without a warning; dry-run all recipes.
+
+    Zensical reads docs/zensical.toml; docstrings are read as text, so that no torch is needed.
+    """
+    if "site" not in session.posargs:
+        tests = ("tests/docs/test_recipes.py", "tests/docs/test_site.py")
+        _in_workspace(session, "pytest", "-m", "slow or not slow", *tests)
+    session.install("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff")
+    folder = Path(session.create_tmp()).resolve() / "site"
+    _in_workspace(session, "python", "tests/docs/site.py", str(folder))
+    with session.chdir(folder):
+        session.run("zensical", "build", "--strict")
+
+
 @nox.session(venv_backend="uv", python=["3.11", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """Run the default suite on the newest torch and the newest of everything else."""
@@ -270,6 +286,15 @@ def megatron(session: nox.Session) -> None:
     """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
     session.run("uv", "pip", "install", *_editables("test"), "megatron-core", "psutil")
     session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs)
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def trl(session: nox.Session) -> None:
+    """Train a tiny model by each objective, as trl does."""
+    session.run("uv", "pip", "install", *_editables("test"), "trl>=1.16,<2")
+    session.run("python", "-W", "ignore", "-c", "import trl, transformers")
+    tests = ("-m", "parity_long", "tests/parity/test_trl.py")
+    session.run("python", "-m", "pytest", *tests, *session.posargs)
 
 
 @nox.session(venv_backend="uv", python="3.11")

@@ -176,8 +176,9 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     """Average the weights of several checkpoints of one model; merge has other methods.
 
     Args:
-        folders: Two or more run or step folders; or checkpoints of any format, the first one a
-            Hugging Face folder.
+        folders: Run or step folders; of one alone, the average that its run kept (--ema-decay
+            or --optimizer schedule_free of mcore-train). Or checkpoints of any format, the
+            first one a Hugging Face folder.
         output: Run folder that gets the release, or Hugging Face folder to make.
     """
     from mcore_ckpt.conversion.inspection import find_format

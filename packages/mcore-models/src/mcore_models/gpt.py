@@ -7,6 +7,7 @@ losses are returned next to the stream, as a second root of backward.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from mcore_models.building.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.building.stage_model import StageModel, check_inputs
+from mcore_models.kernels.batch_invariant import BatchInvariantGemm, token_log_probs
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import build_inputs
 from mcore_models.layers.heads import OutputBias
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
+from mcore_models.layers.per_layer_embedding import PerLayerEmbedding
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
 from mcore_models.logical_tensors import further_mixers, num_positions
@@ -27,6 +30,7 @@ from mcore_models.mup import embedding_factor, logits_factor
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
@@ -41,10 +45,12 @@ class GPT(StageModel, MTPLanguageModel):
             ``mtp``.
         position_embedding: learned positions, on the first stage.
         embedding_norm: norm of the embeddings, on the first stage.
+        per_layer_embedding: vectors that the layers add, on the first stage.
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
         lm_head: bias of the head, on the last stage.
+        head_gemm: multiplies with the head's weight where logits are computed.
         mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on the
             stage that a pipeline layout assigns.
     """
@@ -59,6 +65,7 @@ class GPT(StageModel, MTPLanguageModel):
         )
         if self.is_normed:
             self.final_norm = stream_norm(config, ctx, **factory_kwargs)
+        self.head_gemm: Gemm = PLAIN_GEMM
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
@@ -97,6 +104,11 @@ class GPT(StageModel, MTPLanguageModel):
             )
         if stage.has_embedding and config.embedding_layernorm:
             self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
+        if stage.has_embedding and config.per_layer_embedding_size:
+            split = self.vocab_split()
+            self.per_layer_embedding = PerLayerEmbedding(
+                config, ctx, self.vocab_size, vocab_split=split, **factory_kwargs
+            )
 
     def forward(
         self,
@@ -140,9 +152,13 @@ class GPT(StageModel, MTPLanguageModel):
             is_counted=is_counted,
         )
         positions = self._positions(positions, num_tokens, state, x.device)
+        layer_inputs = None
         if self.stage.has_embedding:
-            x = self.embedded(x, positions)
+            tokens, x = x, self.embedded(x, positions)
+            if self.config.per_layer_embedding_size:
+                layer_inputs = self.per_layer_embedding(tokens, x)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
+        inputs = replace(inputs, layer_inputs=layer_inputs)
         blocks = list(self.blocks.values())
         stream = self.run_blocks(blocks, x, inputs, self.training and state is None)
         if not self.is_normed:
@@ -189,12 +205,13 @@ class GPT(StageModel, MTPLanguageModel):
         Args:
             hidden: of ``forward`` on the last stage.
         """
+        split = self.tp, self.sequence_parallel
         scores = column_parallel(
             self._scaled(hidden),
             self.output_weight,
             self.lm_head.bias if self.config.add_output_bias else None,
-            self.tp,
-            self.sequence_parallel,
+            *split,
+            self.head_gemm,
         )
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(scores / cap) if cap else scores
@@ -212,6 +229,10 @@ class GPT(StageModel, MTPLanguageModel):
             labels: next token of every token.
             label_smoothing: share of the target spread over the vocabulary.
         """
+        if isinstance(self.head_gemm, BatchInvariantGemm) and not label_smoothing:
+            # As an engine computes them, to the bit; there is one tensor rank.
+            scores = self.logits(hidden)[..., : self.vocab_size]
+            return -token_log_probs(scores, labels.t()).t()
         return vocab_parallel_cross_entropy(
             self.logits(hidden),
             labels.t(),  # [B, S] -> [S, B]
@@ -226,25 +247,23 @@ class GPT(StageModel, MTPLanguageModel):
         hidden: Float[Tensor, "s B D"],
         labels: Int[Tensor, "B S"],
         weights: Float[Tensor, "B S"],
-        label_smoothing: float = 0.0,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
         """Return the weighted sum of token losses; full logits are never in memory.
 
+        With the label smoothing and the z-loss of the config, which ``token_losses``, by which
+        a model is scored, does not have. The sum must be a root of backward.
         A head with a bias computes all logits at once.
-
-        The sum must be a root of backward; otherwise use ``token_losses``.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
             weights: of the token losses: mask divided by the global count of valid tokens.
-            label_smoothing: share of the target spread over the vocabulary.
 
         Returns:
             The sum, and every token's loss without a gradient.
         """
         if self.config.add_output_bias:
-            losses = self.token_losses(hidden, labels, label_smoothing)
+            losses = self.token_losses(hidden, labels, self.config.label_smoothing)
             return (losses * weights).sum(), losses.detach()
         return head_loss(
             self._scaled(hidden),
@@ -254,7 +273,8 @@ class GPT(StageModel, MTPLanguageModel):
             vocab_size=self.vocab_size,
             axis=self.tp,
             sequence_parallel=self.sequence_parallel,
-            label_smoothing=label_smoothing,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss_coeff,
             softcap=self.config.final_logit_softcapping,
         )
 

@@ -48,6 +48,7 @@ def exit_code(error: BaseException) -> int:
 
 _CLASSES = {
     "NonFiniteError": "nan",
+    "SpikeError": "spike",
     "UnlikeWeightsError": "replicas",
     "BrokenDeviceError": "hardware",
 }
@@ -113,6 +114,19 @@ def _found_micro_batch(words: Sequence[str]) -> list[str]:
     """Spell ``--micro-batch-size auto`` as the option that it is."""
     text = "\0".join(words).replace("--micro-batch-size=auto", "--micro-batch-size\0auto")
     return text.replace("--micro-batch-size\0auto", "--find-micro-batch-size").split("\0")
+
+
+def reference(words: Sequence[str]) -> int:
+    """Store what the frozen model of an objective computes for each sample."""
+    from mcore_train.options.parsing import parse
+
+    rest = list(words[1:] if words[:1] == ["gpt"] else words)
+    config = parse(rest, "mcore-train reference", TrainConfig)
+    if config.launch.nproc:
+        return start_ranks("reference", words, config.launch.nproc)
+    from mcore_train.objectives.reference_cache import write_reference_cache
+
+    return write_reference_cache(config)
 
 
 def quickstart(words: Sequence[str]) -> int:
@@ -222,6 +236,13 @@ def report(words: Sequence[str]) -> int:
     return parse_options(write_report, "mcore-train report", words)
 
 
+def explain(words: Sequence[str]) -> int:
+    """Print the steps that a run has left out, and the documents of a step."""
+    from mcore_train.reporting.cli import explain_spikes
+
+    return parse_options(explain_spikes, "mcore-train explain", words)
+
+
 def golden(words: Sequence[str]) -> int:
     """Train golden cases and compare their values with the recorded ones."""
     from mcore_train.golden.cli import golden as run_verb
@@ -291,6 +312,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
+    "reference": (
+        "reference FLAGS: store the results of a reference or teacher beside the data",
+        reference,
+    ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
     "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "migrate": (
@@ -302,6 +327,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
     "profile": ("profile TRACE: where the time of a profiled step went", profile),
     "report": ("report RUN [RUN2 ...]: one HTML page about a run, or several", report),
+    "explain": ("explain RUN: steps left out as spikes, and their documents", explain),
     "golden": ("golden run: train small cases and compare recorded values", golden),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

@@ -22,10 +22,12 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import (
+    AdafactorConfig,
     AdamConfig,
     LionConfig,
     MainWeightsConfig,
     MuonConfig,
+    ScheduleFreeConfig,
     SGDConfig,
     SoapConfig,
 )
@@ -45,8 +47,16 @@ from mcore_train.config import (
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
+    SpikeConfig,
     VerifyConfig,
     WatchConfig,
+)
+from mcore_train.objectives.config import (
+    DATA_OPTIONS,
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    ObjectiveConfig,
 )
 from mcore_train.precision_config import PrecisionConfig
 from mcore_train.resiliency.config import FaultToleranceConfig, InProcessConfig
@@ -63,6 +73,10 @@ class TrainConfig:
     experts: MoEConfig = field(default_factory=MoEConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     qk_clipping: QKClipConfig = field(default_factory=QKClipConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
@@ -70,6 +84,8 @@ class TrainConfig:
     lion: LionConfig = field(default_factory=LionConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    schedule_free: ScheduleFreeConfig = field(default_factory=ScheduleFreeConfig)
     parameter_rates: ParameterRatesConfig = field(default_factory=ParameterRatesConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -96,6 +112,7 @@ class TrainConfig:
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     watching: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     in_process: InProcessConfig = field(default_factory=InProcessConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -250,6 +267,7 @@ def compose(
         ValueError: for a name that no part owns, and from the parts' own checks.
     """
     known = field_types(config_type)
+    values = {**values, **DATA_OPTIONS.get(values.get("objective", ""), {})}
     if strange := sorted(set(values) - set(known)):
         raise ValueError(f"no option is called {strange[0]}.")
     parts = {}
