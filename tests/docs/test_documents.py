@@ -1,5 +1,6 @@
 """What the documents show is run: Python blocks, commands, links, the table of defaults."""
 
+import importlib
 import os
 import re
 import shlex
@@ -114,6 +115,28 @@ def test_the_page_of_a_package_names_its_rooms(package):
     named = set(re.findall(r"`(\w+)(?:/\*)?`", page))
     rooms = {source.room.split(".")[0] for source in package_sources(package)}
     assert rooms - {"", "__main__"} - named == set()
+
+
+@pytest.mark.parametrize("package", ["train", "data", "ckpt", "infer", "models"])
+def test_the_help_of_each_command_ends_with_its_examples_and_pages(package, capsys):
+    """The completion script has the words of all help texts: examples use no others."""
+    cli = importlib.import_module(f"mcore_{package}.cli")
+    assert cli.main(["--print-completion", "bash"]) == 0
+    words = dict(re.findall(r'"(.*?)"\) echo "(.*?)"', capsys.readouterr().out))
+    for command in cli.COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        text, _, end = capsys.readouterr().out.partition("examples:\n")
+        assert end, f"{command} has no example in ABOUT"
+        examples, _, pages = end.partition("\nsee ")
+        assert pages, f"{command} has no page in ABOUT"
+        assert [page for page in pages.split(", ") if not (ROOT / page.strip()).is_file()] == []
+        assert words[command], text
+        for line in examples.replace("\\\n", " ").splitlines():
+            if f" {command} " in line.replace("_", "-"):
+                verb = next(filter(words.get, re.findall(f"{command} [a-z]+", line)), command)
+                own = line.partition(f" {command} ")[2].partition(" -- ")[0]
+                flags = set(re.findall(r"--[a-z][a-z0-9-]*", own)) - {"--help"}
+                assert flags <= set(words[verb].split()), line
 
 
 def test_links_inside_the_repository_lead_somewhere():
