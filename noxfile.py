@@ -98,6 +98,13 @@ def crash(session: nox.Session) -> None:
 
 
 @nox.session
+def tutorials(session: nox.Session) -> None:
+    """Work through every page of docs/tutorials: files, commands, output; a minute or two."""
+    tests = "tests/docs/test_tutorials.py"
+    _in_workspace(session, "pytest", "-m", "", tests, *session.posargs)
+
+
+@nox.session
 def slurm(session: nox.Session) -> None:
     """Run rendered jobs on a real Slurm of two nodes on this machine; needs root, 15 minutes.
 

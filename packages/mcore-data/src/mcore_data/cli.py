@@ -379,7 +379,7 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer on JSONL files.
 
     Args:
-        input: JSONL files, plain or compressed.
+        input: files, folders and patterns as in preprocess, such as a folder of .txt files.
         output: folder for tokenizer.json and tokenizer_config.json.
         vocab_size: largest number of ids, including the 256 bytes and the end of document.
         json_keys: keys of a record whose texts are used.

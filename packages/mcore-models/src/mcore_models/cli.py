@@ -110,7 +110,9 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
         print(f"mcore-models: counting does not need {', '.join(unused)}.", file=sys.stderr)
     width = max(map(len, report))
     for name, value in report.items():
-        number = ",.2f" if isinstance(value, float) else ","
+        number = ","
+        if isinstance(value, float):
+            number = ",.2f" if value >= 1 else ".3g"
         shown = value if isinstance(value, str) else format(value, number)
         print(f"{name:<{width}}  {shown:>24}")
     return 0

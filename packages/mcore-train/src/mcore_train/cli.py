@@ -19,7 +19,8 @@ examples:
   mcore-train mamba --model mamba2-130m --mock-data --seq-length 64 --train-iters 10 --lr 1e-3
   mcore-train bert --train-data-path story_text_sentence --vocab-file vocab.txt ...
   mcore-train t5 --train-data-path story_text_sentence --vocab-file vocab.txt ...
-  mcore-train verify gpt --model tiny --tensor-model-parallel-size 2 --nproc 2
+  mcore-train verify gpt --model tiny --mock-data --seq-length 64 \\
+      --tensor-model-parallel-size 2 --nproc 2
   mcore-train plan --model llama-3-8b --gpus 8 --gpu h100 --seq-length 8192
   mcore-train migrate pretrain.sh --output recipe.toml
   mcore-train schedule show --ranks 4 --microbatches 8
