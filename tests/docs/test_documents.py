@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from docs import curves, drawing, load_picture
+from docs import compatibility_page, curves, drawing, load_picture
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render, unlike_their_docstring
 from house.rows import is_collected
@@ -158,6 +158,11 @@ def test_links_inside_the_repository_lead_somewhere():
 def test_the_table_of_defaults_is_as_its_command_writes_it():
     assert PAGE.read_text() == render(), "run `uv run python tests/docs/defaults.py`"
     assert unlike_their_docstring() == []
+
+
+def test_the_table_of_versions_is_as_its_command_writes_it():
+    command = "run `uv run python tests/docs/compatibility_page.py`"
+    assert compatibility_page.PAGE.read_text() == compatibility_page.render(), command
 
 
 def test_the_drawing_of_the_architecture_is_as_its_command_draws_it():
