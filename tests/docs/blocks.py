@@ -43,6 +43,7 @@ def documents() -> list[Path]:
         *sorted((ROOT / "recipes").glob("*.md")),
         *sorted((ROOT / "examples").glob("*.md")),
         *sorted((ROOT / "packages").glob("*/README.md")),
+        *sorted((ROOT / "packages").glob("*/SKILL.md")),
     ]
 
 
