@@ -17,12 +17,13 @@ from mcore_models.building.layouts import check_length, layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
+from mcore_models.logical_tensors import layer_config
 from mcore_models.protocol import ModelState, TrainableModel
 from mcore_moe.config import MoEConfig
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
-from mcore_parallel.data_parallel.fully_sharded import MatricesOnMeta
+from mcore_parallel.data_parallel.meta_matrices import MatricesOnMeta
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
@@ -130,7 +131,7 @@ class StageModel(TrainableModel):
         gemms = gemms or (PLAIN_GEMMS,) * num_places
         setups = [
             LayerSetup(
-                config=config,
+                config=layer_config(config, min(place, count - 1)),
                 ctx=ctx,
                 layer=min(place, count - 1),  # further layers are built like the last one
                 streams=self.streams,
