@@ -1,14 +1,15 @@
 """The eight packages as packages: metadata, ranges, extras, and what the lock holds."""
 
 import ast
-import importlib.util
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from house.sources import PACKAGES, ROOT, Source, package_sources, parse
@@ -164,10 +165,7 @@ def test_a_version_of_another_form_is_refused(version):
 
 def load_release():
     """Load tools/release.py, which is a script."""
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools/release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tools/release.py")))
 
 
 def required(project: dict) -> set[str]:
