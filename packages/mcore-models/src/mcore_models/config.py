@@ -565,7 +565,15 @@ class TransformerConfig(Options):
     final_logit_softcapping: float = option(0.0, minimum=0)
     """Cap the scores of the vocabulary by c x tanh(score / c); 0: no cap."""
 
-    # Dropout and initial weights.
+    # Regularization of the loss, dropout and initial weights.
+
+    label_smoothing: float = option(0.0, minimum=0, below=1)
+    """Share of each target that is spread evenly over the vocabulary, in training alone:
+    against overconfident scores on noisy labels. The log has the smoothed loss."""
+    z_loss_coeff: float = option(0.0, minimum=0)
+    """Adds so many times the squared logarithm of the softmax's sum to each token's loss, in
+    training alone: keeps the scores of the vocabulary from drifting, which 16 bits round. PaLM
+    used 1e-4."""
 
     hidden_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping a channel before it joins the residual stream. Megatron's
@@ -702,6 +710,12 @@ class TransformerConfig(Options):
     """Biases of a gated short convolution and its two linears."""
 
     rules = (
+        Rule(
+            ("label_smoothing", "z_loss_coeff", "is_causal"),
+            lambda v: (v.label_smoothing or v.z_loss_coeff) and not v.is_causal,
+            "--label-smoothing and --z-loss-coeff change the loss of mcore-train gpt, not of "
+            "BERT or T5: leave them out.",
+        ),
         Rule(
             ("moe_experts_dtype", "hidden_size", "moe_latent_size"),
             lambda v: (

@@ -227,17 +227,16 @@ class GPT(StageModel, MTPLanguageModel):
         hidden: Float[Tensor, "s B D"],
         labels: Int[Tensor, "B S"],
         weights: Float[Tensor, "B S"],
-        label_smoothing: float = 0.0,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
         """Return the weighted sum of token losses; full logits are never in memory.
 
-        The sum must be a root of backward; otherwise use ``token_losses``.
+        With the label smoothing and the z-loss of the config, which ``token_losses``, by which
+        a model is scored, does not have. The sum must be a root of backward.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
             weights: of the token losses: mask divided by the global count of valid tokens.
-            label_smoothing: share of the target spread over the vocabulary.
 
         Returns:
             The sum, and every token's loss without a gradient.
@@ -250,7 +249,8 @@ class GPT(StageModel, MTPLanguageModel):
             vocab_size=self.vocab_size,
             axis=self.tp,
             sequence_parallel=self.sequence_parallel,
-            label_smoothing=label_smoothing,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss_coeff,
             softcap=self.config.final_logit_softcapping,
         )
 

@@ -30,7 +30,7 @@ _FREE = ("lora_dropout", "peft_base_bits")
 
 FREE = frozenset(
     (
-        *("hidden_dropout", "attention_dropout"),
+        *("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss_coeff"),
         *("max_position_embeddings", "make_vocab_size_divisible_by", "mamba_chunk_size"),
         *("init_method_std", "embedding_init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
@@ -99,6 +99,7 @@ def load_base(run: Run, folder: Path | None) -> Origin:
         for chunk in run.chunks:
             start_magnitudes(chunk, {n.removeprefix("model."): weights[n] for n in weights})
     run.optimizer.refresh(from_parameters=True)
+    run.optimizer.restart_average()
     adapter_base = str(base if is_store(base) else base.resolve()) if has_adapters else ""
     return Origin(checkpoint=str(base), adapter_base=adapter_base)
 

@@ -29,6 +29,7 @@ from mcore_train.config import (
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
+    SpikeConfig,
 )
 from mcore_train.layout_check.relations import (
     cuts_vectors,
@@ -55,6 +56,7 @@ MOST_LOSS_SCALE = 1024.0
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
     *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
+    SpikeConfig,
 )
 """Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
 
@@ -248,6 +250,8 @@ class Shrinking:
             "train_iters": NUM_STEPS,
             "train_samples": 0,
         }
+        if self.config.optimizer.optimizer == "schedule_free":  # refuses other schedules
+            chosen["lr_decay_style"] = "constant"
         if batch.seq_length_schedule:  # one step of halves, then whole rows
             chosen["seq_length_schedule"] = f"0:{length // 2} {length}:{length}"
         if batch.step_batch_size_schedule:  # the same sizes as under a ramp

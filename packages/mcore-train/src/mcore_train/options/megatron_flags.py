@@ -354,11 +354,10 @@ INSTEAD: dict[str, str] = {
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
-    "--iterations-to-skip": "no step can be skipped yet; leave it out.",
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
-    ): "use --rerun-on-mismatch, which computes a suspicious step again.",
+    ): "use --rerun-on-mismatch, which computes a suspicious step again, or --spike-policy.",
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),
