@@ -168,3 +168,25 @@ def test_options_without_effect_on_chats_are_refused():
         DataConfig(sft=True, data_path=("x",), eod_mask_loss=True)
     with pytest.raises(ValueError, match="as it reads prepared chats"):
         DataConfig(sft=True, mock_data=True)
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}"
+    "{{ m.content.split('!')[-1] }};{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_generation_blocks_of_a_template_mark_what_is_learnt():
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "thought!one"},
+        {"role": "assistant", "content": "two", "learn": False},
+    ]
+    found = list(segments(chat, load_template(MARKED, BYTES, has_marks=True)))
+    assert found == [("qA:", False), ("one;", True), ("A:", False), ("two;", False)]
+    # At generation the same template has no marks.
+    assert load_template(MARKED, BYTES)(chat, False) == "qA:one;A:two;"
+    once = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    with pytest.raises(ValueError, match="the template needs one for each"):
+        list(segments(chat, load_template(once, BYTES, has_marks=True)))

@@ -378,7 +378,6 @@ INSTEAD: dict[str, str] = {
     "--task --valid-data --strict-lambada --overlapping-eval": (
         "this belongs to the evaluation of a trained model; use mcore-infer eval."
     ),
-    "--batch-invariant-mode": "use --deterministic-mode.",
     "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards": (
         "use --data-parallel-sharding-strategy to shard weights further."
     ),
@@ -416,7 +415,8 @@ INSTEAD: dict[str, str] = {
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (
-        "reinforcement learning is not here; leave it out."
+        "use --objective grpo with --prompts and --reward; other reinforcement learning is not "
+        "here."
     ),
     "--warmup": "use --lr-warmup-fraction or --lr-warmup-iters.",
     "--freeze-all-layers": "use --peft lora, which trains adapters alone.",
