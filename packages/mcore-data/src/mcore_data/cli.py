@@ -11,7 +11,7 @@ from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
 from mcore_base.options import Rule, rules
 from mcore_base.terminal import parse_size
-from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
+from mcore_data.config import DataConfig, LaunchConfig, PreprocessConfig, TokenizerConfig
 
 # Ignored options of Megatron: the order of documents, which this one asks for, is always kept.
 _IGNORED = ("--keep-sequential-samples",)
@@ -157,6 +157,31 @@ def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1G
     num_bytes = sum(unit.num_bytes for unit in made.units)
     print(f"{made.path}: {len(made.units)} units, {num_bytes:,} bytes")
     return 0
+
+
+def launch(plan: str, launch: LaunchConfig) -> int:
+    """Start workers of a plan on this machine, as Slurm array jobs or as Ray tasks.
+
+    Args:
+        plan: <output-prefix>.plan.json of mcore-data plan.
+        launch: where and how the workers run.
+    """
+    from mcore_data.preprocessing.executors import run_local, run_ray, run_slurm
+    from mcore_data.preprocessing.work_plan import describe_status, read_plan, status_of
+
+    made = read_plan(plan)
+    if launch.executor == "slurm":
+        lines = run_slurm(made, launch)
+        print("\n".join(f"job {line}" if launch.submit else line for line in lines))
+        if not launch.wait:
+            return 0
+    elif launch.executor == "ray":
+        run_ray(made, launch)
+    else:
+        run_local(made, launch)
+    found = status_of(made)
+    print("\n".join(describe_status(made, found)))
+    return int(len(found.done) < found.num_units)
 
 
 def status(plan: str) -> int:
@@ -397,6 +422,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "preprocess": ("a corpus to .bin/.idx pairs", preprocess),
     "train-tokenizer": ("train byte-level BPE on a corpus", train_tokenizer),
     "plan": ("divide a corpus into units for many workers", plan),
+    "launch": ("start workers of a plan: local, Slurm or Ray", launch),
     "status": ("show which units of a plan are done", status),
     "merge": ("join pairs, or the units of a plan, into one", merge),
     "inspect": ("show what a pair holds", inspect),

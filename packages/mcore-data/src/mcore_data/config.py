@@ -99,8 +99,9 @@ class PreprocessConfig(Options):
     """Options of tokenizing a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...] = ()
-    """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), both plain
-    or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder means all record files in
+    """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), CSV (.csv,
+    .tsv), Common Crawl's texts (.wet), all plain or compressed (.gz, .bz2, .xz, .zst), Parquet
+    and Arrow. A folder means all record files in
     it, or if there are none all its text files; a pattern such as 'part-*.jsonl.gz' means the
     files that match; both in the order of names. Ignored files are listed. - is JSON lines on
     standard input; URLs such as s3://bucket/part-*.jsonl are read through fsspec."""
@@ -108,7 +109,11 @@ class PreprocessConfig(Options):
     """Outputs are <output-prefix>_<key>_document.bin and .idx with a manifest, one pair for
     each key; with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a record, or columns of a table, to tokenize, each into its own dataset."""
+    """Keys of a record, or columns of a table, to tokenize, each into its own dataset.
+    data.text is the key text of the object under data."""
+    keep_keys: tuple[str, ...] = ()
+    """Keys of a record, such as id or meta.url, whose values are stored with each document:
+    explain prints them, and --blocklist finds documents by them."""
     append_eod: bool = False
     """End every non-empty document with the end-of-document token."""
     split_sentences: bool = False
@@ -166,6 +171,11 @@ class PreprocessConfig(Options):
             "--json-keys {json_keys}: give each key once.",
         ),
         Rule(
+            ("keep_keys",),
+            lambda v: len(set(v.keep_keys)) != len(v.keep_keys),
+            "--keep-keys {keep_keys}: give each key once.",
+        ),
+        Rule(
             ("lang", "sentence_splitter"),
             lambda v: v.lang != "english" and v.sentence_splitter == "rules",
             "--lang {lang} has no effect with --sentence-splitter rules: it names punkt's "
@@ -181,6 +191,45 @@ class PreprocessConfig(Options):
             ("partitions", "partition"),
             lambda v: v.partitions == 1 and v.partition == 0,
             "--partition has no effect without --partitions.",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig(Options):
+    """Where and how workers of a plan are started."""
+
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """What runs the workers: local, processes of this machine; slurm, array jobs; ray, a task
+    for each unit (extra ray)."""
+    num_tasks: int = option(1, minimum=1)
+    """Workers at a time."""
+    cpus_per_task: int = option(1, minimum=1)
+    """Cores, and processes that tokenize, of each worker."""
+    max_retries: int = option(3, minimum=0)
+    """Dead workers that are replaced, with slurm the times that missing units are submitted
+    again, with ray the times that a unit is tried again."""
+    skip_bad_records: bool = False
+    """Leave bad records out, as --on-bad-record skip does."""
+    python: str = option("", idle_with={"executor": "ray"})
+    """Python that runs the workers; empty: this one."""
+    submit: bool = option(False, needs={"executor": "slurm"})
+    """Submit the jobs; without it the batch script is written, and the commands printed. The
+    same command again submits workers for the units that are missing."""
+    wait: bool = option(False, needs={"submit": ON})
+    """Stay until all units are done, and submit again what is missing once all jobs ended."""
+    max_array: int = option(1000, minimum=1, part_of={"executor": "slurm"})
+    """Tasks of one array job, below Slurm's MaxArraySize; more make several jobs."""
+    slurm_options: tuple[str, ...] = option((), part_of={"executor": "slurm"})
+    """More options of sbatch, such as partition=cpu time=12:00:00."""
+    ray_address: str = option("", part_of={"executor": "ray"})
+    """Address of a Ray cluster, or auto; empty: RAY_ADDRESS, or a new one on this machine."""
+
+    rules = (
+        Rule(
+            ("slurm_options",),
+            lambda v: not all("=" in word for word in v.slurm_options),
+            "--slurm-options {slurm_options}: give NAME=VALUE, such as partition=cpu.",
         ),
     )
 

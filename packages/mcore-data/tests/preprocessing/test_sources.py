@@ -194,8 +194,8 @@ def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(
     for name in left_out:
         assert f"{tmp_path}/{name}" in caplog.text
     (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "notes.csv").write_text("x")
-    with pytest.raises(FileNotFoundError, match=r"names none\. Left out: 1 file: .*notes\.csv"):
+    (tmp_path / "only" / "notes.log").write_text("x")
+    with pytest.raises(FileNotFoundError, match=r"names none\. Left out: 1 file: .*notes\.log"):
         find_inputs([str(tmp_path / "only")])
 
 

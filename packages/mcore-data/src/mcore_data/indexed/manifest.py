@@ -24,6 +24,7 @@ from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,
     idx_path,
+    kept_path,
     origins_path,
 )
 
@@ -60,7 +61,7 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
     paths = [idx_path(prefix)] if "pairs" in facts else [bin_path(prefix), idx_path(prefix)]
-    paths += [path for path in [origins_path(prefix)] if path.is_file()]
+    paths += [path for path in (origins_path(prefix), kept_path(prefix)) if path.is_file()]
     files = {
         path.name: {
             "bytes": path.stat().st_size,

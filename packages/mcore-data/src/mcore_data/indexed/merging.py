@@ -39,6 +39,7 @@ _SETTINGS = {
     "eod": "end-of-document id",
     "sentence_splitter": "--sentence-splitter",
     "keep_newlines": "--keep-newlines",
+    "keep_keys": "--keep-keys",
 }
 Pair = tuple[str, dict[str, Any]]
 """Prefix and manifest of a pair; the manifest is empty if there is none."""
@@ -131,6 +132,8 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
         for prefix, facts in pairs:
             group, _, inner = name.rpartition(".")
             values = facts.get(group, {}) if group else facts
+            if facts and name == "keep_keys":
+                values = {"keep_keys": [], **values}  # manifests of earlier versions
             if inner in values:
                 first.setdefault(repr(values[inner]), prefix)
         if len(first) > 1:
@@ -291,7 +294,7 @@ def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Facts that are equal in all manifests, and sums of verified and left-out records."""
     if not all(manifests):
         return {}
-    names = ("key", "append_eod", "eod", "sentence_splitter", "keep_newlines", "tokenizer")
+    names = [name.partition(".")[0] for name in _SETTINGS]
     common = {
         name: manifests[0][name]
         for name in names

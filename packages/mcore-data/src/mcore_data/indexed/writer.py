@@ -25,18 +25,20 @@ from mcore_data.indexed.index_format import (
     bin_path,
     dtype_code,
     idx_path,
+    kept_path,
     origins_path,
 )
 from mcore_data.indexed.reader import IndexedDataset
 
 _FLOW_BYTES = 32 << 20
+_BESIDE = {"origins": origins_path, "kept": kept_path}
 _LONGEST = np.iinfo(np.int32).max
 
 
 class IndexedWriter:
     """Stream sequences into a ``.bin``/``.idx`` pair.
 
-    Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,origins,modes}.partial``;
+    Data go to ``<prefix>.{bin,lengths,borders,origins,kept,modes}.partial``;
     ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes the pair if
     that was not done, or after an exception removes the partial files. Two writers must not
     write one prefix.
@@ -70,8 +72,9 @@ class IndexedWriter:
         self._index_only = index_only
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        kinds = ["bin", "lengths", "borders", "origins"] + (["modes"] if multimodal else [])
-        for kind, final in (("bin", bin_path(prefix)), ("origins", origins_path(prefix))):
+        kinds = ["bin", "lengths", "borders", *_BESIDE] + (["modes"] if multimodal else [])
+        finals = {"bin": bin_path(prefix)} | {k: path(prefix) for k, path in _BESIDE.items()}
+        for kind, final in finals.items():
             if resume_at and not self._partial(kind).exists() and final.is_file():
                 final.rename(self._partial(kind))  # killed within finalize
         self._files: dict[str, BinaryIO] = {
@@ -171,6 +174,13 @@ class IndexedWriter:
         numbered = rows + np.array([num_documents, 0, 0])
         self._files["origins"].write(numbered.astype("<i8").tobytes())
 
+    def add_kept(self, lines: bytes) -> None:
+        """Append values of documents that are added next, a line of JSON for each document.
+
+        A pair without lines has no ``.kept`` file.
+        """
+        self._files["kept"].write(lines)
+
     def add_index(self, prefix: str | Path) -> None:
         """Append all documents of another pair of the same dtype and kind.
 
@@ -194,6 +204,8 @@ class IndexedWriter:
         for start in range(1, len(other.documents), CHUNK_ROWS):
             borders = other.documents[start : start + CHUNK_ROWS] + first
             self._files["borders"].write(borders.astype("<i8").tobytes())
+        if kept_path(prefix).is_file():
+            _copy(kept_path(prefix), self._files["kept"])
         self.num_sequences += len(other)
 
     def finalize(self) -> str:
@@ -212,14 +224,15 @@ class IndexedWriter:
             if self.multimodal:
                 _copy(self._partial("modes"), idx)
             sync_file(idx)
-        for kind in ("bin", "origins"):
+        for kind in ("bin", *_BESIDE):
             with self._partial(kind).open("rb") as file:
                 os.fsync(file.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
-        if self._partial("origins").stat().st_size:
-            self._partial("origins").replace(origins_path(self.prefix))
-        else:
-            origins_path(self.prefix).unlink(missing_ok=True)
+        for kind, path in _BESIDE.items():
+            if self._partial(kind).stat().st_size:
+                self._partial(kind).replace(path(self.prefix))
+            else:
+                path(self.prefix).unlink(missing_ok=True)
         if self._index_only:
             bin_path(self.prefix).unlink(missing_ok=True)
         else:
@@ -279,7 +292,7 @@ class IndexedWriter:
             file.close()
 
     def _remove_partials(self) -> None:
-        for kind in ("bin", "idx", "lengths", "borders", "origins", "modes"):
+        for kind in ("bin", "idx", "lengths", "borders", *_BESIDE, "modes"):
             self._partial(kind).unlink(missing_ok=True)
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -64,6 +64,7 @@ class WorkerReport:
 def work_on_plan(
     plan: WorkPlan,
     *,
+    numbers: Collection[int] | None = None,
     workers: int = 1,
     on_bad_record: Literal["refuse", "skip"] = "refuse",
     claim_timeout_s: float = SILENT_S,
@@ -77,6 +78,7 @@ def work_on_plan(
 
     Args:
         plan: the plan; any number of workers may have it.
+        numbers: units to write; None means all.
         workers: processes that tokenize for this worker.
         on_bad_record: "skip" leaves bad records out, whatever the plan has.
         claim_timeout_s: seconds without a change after which the holder of a lock is dead.
@@ -91,7 +93,7 @@ def work_on_plan(
     tools = build_plan_tools(plan)
     make_folder(plan.folder, f"--plan {plan.path}")
     report = WorkerReport()
-    claims = _Claims(plan, claim_timeout_s)
+    claims = _Claims(plan, numbers, claim_timeout_s)
     pause_s = 0.05
     while claims.remaining:
         claim = claims.take()
@@ -170,8 +172,14 @@ def _refuse_changed(plan: WorkPlan, unit: Unit) -> None:
 class _Claims:
     """The units that are not done, and which of them this worker may take."""
 
-    def __init__(self, plan: WorkPlan, timeout_s: float) -> None:
-        self.remaining = {unit.number: unit for unit in plan.units}
+    def __init__(
+        self, plan: WorkPlan, numbers: Collection[int] | None, timeout_s: float
+    ) -> None:
+        self.remaining = {
+            unit.number: unit
+            for unit in plan.units
+            if numbers is None or unit.number in numbers
+        }
         self.all_failed = False
         self._plan = plan
         self._timeout_s = timeout_s

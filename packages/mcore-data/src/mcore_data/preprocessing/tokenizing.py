@@ -135,6 +135,7 @@ def build_tools(
         engine=engine,
         verifier=None if engine.name == "reference" else verifier,
         json_keys=config.json_keys,
+        keep_keys=config.keep_keys,
         dtype=token_dtype(tokenizer.vocab_size),
         eod=tokenizer.eod if config.append_eod else None,
         split=splitter.split if splitter else None,
@@ -270,7 +271,7 @@ class _Run:
         write_journal(self.journal_path, journal)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
-        keys = self.config.json_keys
+        keys = tuple(dict.fromkeys((*self.config.json_keys, *self.config.keep_keys)))
         start = self.journal.start
         for number in range(self.journal.source, len(self.sources)):
             for block in read_blocks(self.sources[number], keys, start, self.block_bytes):
@@ -285,6 +286,7 @@ class _Run:
         origins = result.origins(source, journal.records)
         for key, part in result.keys.items():
             self.writers[key].add_origins(origins)
+            self.writers[key].add_kept(result.kept)
             self.writers[key].add_documents(part.tokens, part.lengths, part.sequences)
             count = int(part.lengths.sum(dtype="int64"))
             journal.num_tokens[key] = journal.num_tokens.get(key, 0) + count
@@ -365,6 +367,7 @@ def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
             list(config.json_keys),
             [config.append_eod, splitter, config.keep_newlines],
             tools.tokenizer.fingerprint(),
+            *([list(config.keep_keys)] if config.keep_keys else ()),
         ]
     )
 
@@ -381,6 +384,7 @@ def _facts(
     facts: dict[str, object] = {
         "work": work_hash(config, corpus, tools),
         "key": key,
+        "keep_keys": list(config.keep_keys),
         "documents": journal.num_documents,
         "tokens": journal.num_tokens.get(key, 0),
         "dtype": tools.encoder.dtype.name,
