@@ -111,7 +111,7 @@ def _preprocess_plan(
     from mcore_data.preprocessing.plan_worker import work_on_plan
     from mcore_data.preprocessing.work_plan import options_given, read_plan
 
-    of_worker = ("plan", "workers", "on_bad_record", "claim_timeout_s")
+    of_worker = ("plan", "workers", "on_bad_record", "scratch_path", "claim_timeout_s")
     names = [each.name for each in fields(job) if each.name not in of_worker]
     given = options_given(job, names)
     given += options_given(tokenizer, [each.name for each in fields(tokenizer)])
@@ -126,6 +126,7 @@ def _preprocess_plan(
             plan,
             workers=job.workers,
             on_bad_record=job.on_bad_record,
+            scratch_path=job.scratch_path,
             claim_timeout_s=job.claim_timeout_s,
             on_progress=advance,
         )
@@ -155,7 +156,7 @@ def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1G
 
     made = make_plan(job, tokenizer, parse_size(unit_size, "--unit-size"))
     num_bytes = sum(unit.num_bytes for unit in made.units)
-    print(f"{made.path}: {len(made.units)} units, {num_bytes:,} bytes")
+    print(f"{made.address}: {len(made.units)} units, {num_bytes:,} bytes")
     return 0
 
 
@@ -204,6 +205,7 @@ def merge(
     allow_missing: bool = False,
     plan: Annotated[str, _PAIRS_OR_PLAN] = "",
     physical: bool = False,
+    scratch_path: str = "",
 ) -> int:
     """Join .bin/.idx pairs into one, or the units of a plan into one dataset.
 
@@ -220,13 +222,16 @@ def merge(
         plan: join all units of this plan instead, at the plan's output prefix, as a logical
             dataset: an index and a manifest, whose tokens stay in the units' files.
         physical: with --plan, write one .bin/.idx pair.
+        scratch_path: local folder for small files, if the plan is in an object store.
     """
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
     from mcore_data.preprocessing.work_plan import merge_plan, read_plan
 
     if plan:
-        datasets = merge_plan(read_plan(plan), physical=physical, overwrite=overwrite)
+        datasets = merge_plan(
+            read_plan(plan), physical=physical, overwrite=overwrite, scratch_path=scratch_path
+        )
         for merged in datasets.values():
             kind = ".bin/.idx" if physical else ": logical dataset"
             print(

@@ -147,6 +147,9 @@ class PreprocessConfig(Options):
     overwrite: bool = False
     """Replace finished outputs that were made from other inputs or options, once the new ones
     are complete. Repeating the same command needs no --overwrite."""
+    scratch_path: str = ""
+    """Local folder for files that are being written, for outputs in an object store
+    (s3://bucket/prefix)."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
     """What to do with an empty, truncated or otherwise wrong record: refuse, stop and name it;
     skip, leave it out, count it and name the first ones."""
@@ -211,6 +214,8 @@ class LaunchConfig(Options):
     again, with ray the times that a unit is tried again."""
     skip_bad_records: bool = False
     """Leave bad records out, as --on-bad-record skip does."""
+    scratch_path: str = ""
+    """Local folder for files that are being written, for a plan in an object store."""
     python: str = option("", idle_with={"executor": "ray"})
     """Python that runs the workers; empty: this one."""
     submit: bool = option(False, needs={"executor": "slurm"})
@@ -276,8 +281,18 @@ class DataConfig(Options):
     )
     """Evaluate all validation data each time, every sample once whatever its dataset's weight,
     instead of --eval-iters batches."""
+    blocklist: str = option("", idle_with={"mock_data": ON, **_SENTENCES})
+    """File of documents to take out of training: a line each, with a value that preprocess
+    --keep-keys stored, such as an id or a URL, or with a prefix, a tab and a document's number.
+    Their tokens become end-of-document ids without a loss; all other samples stay as they
+    are."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
+    object_storage_cache_gib: float = option(
+        0.0, minimum=0, needs=(When("object_storage_cache_path", bool, "a cache path"),)
+    )
+    """GiB of tokens that all processes of a host keep in --object-storage-cache-path; the
+    oldest give way. 0: none are kept on the disk."""
     data_cache_path: str = option("", idle_with=_SENTENCES)
     """Folder for the sample indices. Empty: each process builds the indices in memory."""
     mock_data: bool = False

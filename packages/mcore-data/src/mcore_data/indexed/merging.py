@@ -52,6 +52,7 @@ def merge_pairs(
     overwrite: bool = False,
     allow_missing: bool = False,
     logical: bool = False,
+    bins_elsewhere: bool = False,
 ) -> IndexedDataset:
     """Write all documents of some pairs as one pair, or as one logical dataset.
 
@@ -66,6 +67,8 @@ def merge_pairs(
         allow_missing: join parts of a division although some are missing.
         logical: write index, origins and manifest only, and leave the tokens in the pairs,
             which must have manifests. Sizes are compared, and no token is read.
+        bins_elsewhere: the ``.bin`` files of a logical dataset are not here, but will lie at
+            the same places from its manifest.
 
     Raises:
         ValueError: if there are no pairs, or they differ in dtype or kind, or by their
@@ -92,11 +95,11 @@ def merge_pairs(
         if not overwrite:
             _refuse_other(output_prefix, merged_from)
         for prefix, facts in pairs:
-            if logical:
+            if logical and not bins_elsewhere:
                 _refuse_incomplete(prefix, facts)
-            elif facts:
+            elif facts and not logical:
                 check_files(prefix, facts)
-        checksum = _join(pairs, output_prefix, logical)
+        checksum = _join(pairs, output_prefix, logical, bins_elsewhere)
         tokens = (
             {"pairs": _list_pairs(pairs, output_prefix)}
             if logical
@@ -266,13 +269,15 @@ def _bins(prefix: str, facts: dict[str, Any]) -> dict[Path, dict[str, Any]]:
     return logical_bins(prefix, facts) if own is None else {bin_path(prefix): own}
 
 
-def _join(pairs: Sequence[Pair], output_prefix: str | Path, logical: bool) -> str:
+def _join(
+    pairs: Sequence[Pair], output_prefix: str | Path, logical: bool, bins_elsewhere: bool
+) -> str:
     """Write the files of the joined pair; returns the checksum of its ``.bin``."""
-    origins = [read_origins(*pair) for pair in pairs]
+    origins = [read_origins(*pair, bins_elsewhere=bins_elsewhere) for pair in pairs]
     some_known = any(rows is not UNKNOWN for rows in origins)
     num_inputs = 0
-    first = IndexedDataset(pairs[0][0])
-    multimodal = first.index.modes is not None
+    first = read_index(idx_path(pairs[0][0]))
+    multimodal = first.modes is not None
     with IndexedWriter(
         output_prefix,
         first.dtype,

@@ -27,6 +27,7 @@ from mcore_data.indexed.index_format import (
     idx_path,
     kept_path,
     origins_path,
+    read_index,
 )
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -187,26 +188,26 @@ class IndexedWriter:
         Raises:
             ValueError: if dtypes differ or only one of both pairs is multimodal.
         """
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype or (other.index.modes is not None) != self.multimodal:
+        index = read_index(idx_path(prefix))
+        if index.dtype != self.dtype or (index.modes is not None) != self.multimodal:
             raise ValueError(
-                f"{prefix} ({_describe(other.dtype, other.index.modes is not None)}) cannot be "
+                f"{prefix} ({_describe(index.dtype, index.modes is not None)}) cannot be "
                 f"appended to {self.prefix} ({_describe(self.dtype, self.multimodal)})."
             )
         first = self.num_sequences
-        for tokens in () if self._index_only else other.stretches():
+        for tokens in () if self._index_only else IndexedDataset(prefix).stretches():
             self._write_tokens(tokens.data)
-        for start in range(0, len(other), CHUNK_ROWS):
+        for start in range(0, len(index.lengths), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            self._files["lengths"].write(other.lengths[rows].tobytes())
-            if other.index.modes is not None:
-                self._files["modes"].write(other.index.modes[rows].tobytes())
-        for start in range(1, len(other.documents), CHUNK_ROWS):
-            borders = other.documents[start : start + CHUNK_ROWS] + first
+            self._files["lengths"].write(index.lengths[rows].tobytes())
+            if index.modes is not None:
+                self._files["modes"].write(index.modes[rows].tobytes())
+        for start in range(1, len(index.documents), CHUNK_ROWS):
+            borders = index.documents[start : start + CHUNK_ROWS] + first
             self._files["borders"].write(borders.astype("<i8").tobytes())
         if kept_path(prefix).is_file():
             _copy(kept_path(prefix), self._files["kept"])
-        self.num_sequences += len(other)
+        self.num_sequences += len(index.lengths)
 
     def finalize(self) -> str:
         """Compose the index and give all files their final names, the index last.

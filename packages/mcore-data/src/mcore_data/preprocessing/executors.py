@@ -16,6 +16,7 @@ from typing import Any
 
 from mcore_base.atomic_files import write_durably
 from mcore_data.config import LaunchConfig
+from mcore_data.indexed.object_store import address_of, is_remote
 from mcore_data.preprocessing.plan_worker import work_on_plan
 from mcore_data.preprocessing.work_plan import WorkPlan, read_plan, status_of
 
@@ -65,7 +66,8 @@ def run_local(plan: WorkPlan, config: LaunchConfig) -> None:
 def worker_command(plan: WorkPlan, config: LaunchConfig) -> list[str]:
     """Command line of one worker."""
     words = [config.python or sys.executable, "-m", "mcore_data", "preprocess"]
-    words += ["--plan", str(plan.path), "--workers", str(config.cpus_per_task)]
+    words += ["--plan", plan.address, "--workers", str(config.cpus_per_task)]
+    words += ["--scratch-path", config.scratch_path] * bool(config.scratch_path)
     return words + ["--on-bad-record", "skip"] * config.skip_bad_records
 
 
@@ -74,7 +76,7 @@ def render_slurm(plan: WorkPlan, config: LaunchConfig) -> str:
 
     A task that Slurm preempts, or whose host is lost, is requeued and goes on with other units.
     """
-    folder = plan.folder.absolute()
+    folder = script_folder(plan)
     options = {
         "job-name": f"mcore-data-{plan.path.name.partition('.')[0]}",
         "requeue": "",
@@ -108,8 +110,9 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig) -> list[str]:
     Raises:
         RuntimeError: if Slurm refuses a job, or retries are used up.
     """
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    script = plan.folder / "worker.sbatch"
+    folder = script_folder(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "worker.sbatch"
     write_durably(script, render_slurm(plan, config).encode())
     submits = [
         ["sbatch", "--parsable", f"--array=0-{size - 1}", str(script)]
@@ -126,7 +129,7 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig) -> list[str]:
                 raise RuntimeError(
                     f"{status.num_units - len(status.done)} units are missing after all jobs "
                     f"ended, and --max-retries {config.max_retries} are used up: see "
-                    f"mcore-data status --plan {plan.path} and {plan.folder}/slurm-*.log."
+                    f"mcore-data status --plan {plan.address} and {folder}/slurm-*.log."
                 )
             retries -= 1
             sizes = array_sizes(plan, config)
@@ -139,6 +142,11 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig) -> list[str]:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return jobs
+
+
+def script_folder(plan: WorkPlan) -> Path:
+    """Folder of the batch script and logs: the plan's, or one here for a plan in a store."""
+    return Path(plan.folder.name if is_remote(plan.path) else plan.folder).absolute()
 
 
 def array_sizes(plan: WorkPlan, config: LaunchConfig) -> list[int]:
@@ -194,13 +202,14 @@ def run_ray(plan: WorkPlan, config: LaunchConfig) -> None:
     write = ray.remote(num_cpus=config.cpus_per_task, max_retries=config.max_retries)(
         _write_unit
     )
+    where = address_of(plan.path if is_remote(plan.path) else plan.path.absolute())
     done = {*status_of(plan).done}
     waiting: Iterator[int] = iter([u.number for u in plan.units if u.number not in done])
     running: list[Any] = []
     try:
         while True:
             while len(running) < config.num_tasks and (number := next(waiting, -1)) >= 0:
-                running.append(write.remote(str(plan.path.absolute()), number, asdict(config)))
+                running.append(write.remote(where, number, asdict(config)))
             if not running:
                 return
             finished, running = ray.wait(running)
@@ -222,5 +231,6 @@ def _write_unit(path: str, number: int, fields: dict[str, Any]) -> str:
         numbers=[number],
         workers=config.cpus_per_task,
         on_bad_record="skip" if config.skip_bad_records else "refuse",
+        scratch_path=config.scratch_path,
     )
     return "".join(f"unit {number} failed: {error}" for error in report.failures.values())

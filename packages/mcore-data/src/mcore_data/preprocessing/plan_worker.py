@@ -8,7 +8,6 @@ process's own monotonic clock. The new holder continues where the unit's journal
 """
 
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mcore_base.atomic_files import FULL_DISK
-from mcore_base.file_lock import SILENT_S, FileLock, Holder, LockHeldError
+from mcore_base.file_lock import SILENT_S, FileLock, LockHeldError, lock_at
 from mcore_data.config import PreprocessConfig
 from mcore_data.engines.spot_check import EngineDifferenceError
 from mcore_data.indexed.manifest import replace_json
@@ -67,6 +66,7 @@ def work_on_plan(
     numbers: Collection[int] | None = None,
     workers: int = 1,
     on_bad_record: Literal["refuse", "skip"] = "refuse",
+    scratch_path: str = "",
     claim_timeout_s: float = SILENT_S,
     on_progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -81,6 +81,8 @@ def work_on_plan(
         numbers: units to write; None means all.
         workers: processes that tokenize for this worker.
         on_bad_record: "skip" leaves bad records out, whatever the plan has.
+        scratch_path: local folder for what is being written, if the plan is in an object
+            store.
         claim_timeout_s: seconds without a change after which the holder of a lock is dead.
         on_progress: called after each block of a unit.
         block_bytes: bytes of input in one block.
@@ -91,7 +93,7 @@ def work_on_plan(
         EngineDifferenceError: if the plan's engine gives other ids than the tokenizer.
     """
     tools = build_plan_tools(plan)
-    make_folder(plan.folder, f"--plan {plan.path}")
+    make_folder(plan.folder, f"--plan {plan.address}")
     report = WorkerReport()
     claims = _Claims(plan, numbers, claim_timeout_s)
     pause_s = 0.05
@@ -110,7 +112,9 @@ def work_on_plan(
                 continue
             _refuse_changed(plan, unit)
             unit.failure_path.unlink(missing_ok=True)
-            config = replace(unit.config, workers=workers, overwrite=True)
+            config = replace(
+                unit.config, workers=workers, overwrite=True, scratch_path=scratch_path
+            )
             if on_bad_record == "skip":
                 config = replace(config, on_bad_record="skip")
             log.info("unit %d of %d", unit.number, len(plan.units))
@@ -164,7 +168,7 @@ def _refuse_changed(plan: WorkPlan, unit: Unit) -> None:
     changes = list(list_changes(unit.corpus.sources))
     if changes:
         raise RuntimeError(
-            f"inputs changed since {plan.path} was made: {'; '.join(changes)}. Put the old "
+            f"inputs changed since {plan.address} was made: {'; '.join(changes)}. Put the old "
             "files back with their times of change, or make the plan again with --overwrite."
         )
 
@@ -206,7 +210,7 @@ class _Claims:
         random.shuffle(free)
         for unit in [*free, *abandoned]:
             # The silence of an abandoned unit's holder has been waited for.
-            lock = FileLock(unit.lock_path, silent_s=0.0 if unit in abandoned else SILENT_S)
+            lock = lock_at(unit.lock_path, 0.0 if unit in abandoned else SILENT_S)
             try:
                 lock.acquire()
             except LockHeldError:
@@ -217,12 +221,10 @@ class _Claims:
 
     def _is_abandoned(self, unit: Unit) -> bool:
         """Whether the holder of a unit's lock is dead."""
-        try:
-            with unit.lock_path.open() as file:
-                sign = file.read(), os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:
+        sign = lock_at(unit.lock_path).read()
+        if sign is None:
             return False
-        is_alive = Holder.parse(sign[0]).is_alive()
+        is_alive = sign[0].is_alive()
         if is_alive is not None:
             return not is_alive
         now = time.monotonic()
