@@ -206,6 +206,7 @@ def merge(
     plan: Annotated[str, _PAIRS_OR_PLAN] = "",
     physical: bool = False,
     scratch_path: str = "",
+    workers: Annotated[int, rules(minimum=1)] = 1,
 ) -> int:
     """Join .bin/.idx pairs into one, or the units of a plan into one dataset.
 
@@ -223,6 +224,7 @@ def merge(
             dataset: an index and a manifest, whose tokens stay in the units' files.
         physical: with --plan, write one .bin/.idx pair.
         scratch_path: local folder for small files, if the plan is in an object store.
+        workers: threads that copy tokens.
     """
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
@@ -230,7 +232,11 @@ def merge(
 
     if plan:
         datasets = merge_plan(
-            read_plan(plan), physical=physical, overwrite=overwrite, scratch_path=scratch_path
+            read_plan(plan),
+            physical=physical,
+            overwrite=overwrite,
+            scratch_path=scratch_path,
+            workers=workers,
         )
         for merged in datasets.values():
             kind = ".bin/.idx" if physical else ": logical dataset"
@@ -241,7 +247,11 @@ def merge(
         return 0
     prefixes = [prefix for word in input for prefix in find_pairs(word, output_prefix)]
     merged = merge_pairs(
-        prefixes, output_prefix, overwrite=overwrite, allow_missing=allow_missing
+        prefixes,
+        output_prefix,
+        overwrite=overwrite,
+        allow_missing=allow_missing,
+        workers=workers,
     )
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "

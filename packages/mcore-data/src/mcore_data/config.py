@@ -245,6 +245,22 @@ class DataConfig(Options):
 
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, or alternating weights and prefixes: 0.7 code 0.3 books."""
+    tokenize_on_the_fly: bool = option(
+        False,
+        needs=(
+            When("data_cache_path", bool, "--data-cache-path"),
+            When("data_args_path", operator.not_, "paths on the command line"),
+            When("per_split_data_args_path", operator.not_, "paths on the command line"),
+            When("data_mixture_path", operator.not_, "paths on the command line"),
+        ),
+        idle_with={"mock_data": ON, **_SENTENCES},
+        excludes={"sft": Because("as chats are prepared by mcore-data prepare-chats")},
+    )
+    """The paths of --data-path and of the splits name texts, as --input of mcore-data
+    preprocess does: files, folders, patterns or URLs. All ranks tokenize them before the first
+    step, once, into --data-cache-path."""
+    text_key: str = option("text", part_of={"tokenize_on_the_fly": ON})
+    """Key of a record, such as text or data.text, that --tokenize-on-the-fly tokenizes."""
     split: str = ""
     """Shares of train, valid and test in --data-path. Empty means 969,30,1 (mock data:
     1,1,1)."""

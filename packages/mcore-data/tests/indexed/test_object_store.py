@@ -130,5 +130,5 @@ def test_a_pair_in_a_store_is_looked_at_where_it_is(stored, tmp_path, capsys):
 
 def test_a_store_without_fsspec_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ValueError, match=r"pip install 'mcore-base\[s3\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'mcore-base\[s3\]'"):
         IndexedDataset("s3://bucket/pair", cache_path=tmp_path)

@@ -28,7 +28,8 @@ def bucket(monkeypatch):
     server = pytest.importorskip("moto.server").ThreadedMotoServer(
         ip_address="127.0.0.1", port=0
     )
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
+    s3fs.S3FileSystem.clear_instance_cache()  # which may be of another server
     import boto3
 
     server.start()

@@ -10,6 +10,7 @@ may be continued with another blocklist.
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from mcore_data.indexed.caching import cached_arrays
 from mcore_data.indexed.manifest import DIGEST, read_manifest
+from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.origins import read_kept
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -32,7 +34,7 @@ class Blocklist:
     Attributes:
         path: the file.
         values: kept values, as text.
-        numbers: numbers of documents, by prefix.
+        numbers: numbers of documents, by absolute prefix.
         sha256: hash of the file.
     """
 
@@ -62,7 +64,7 @@ def read_blocklist(path: str) -> Blocklist:
                 "tab and the number of a document."
             )
         if tab:
-            numbers.setdefault(prefix, []).append(int(document))
+            numbers.setdefault(_whole(prefix), []).append(int(document))
         elif document:
             values.add(document)
     return Blocklist(path, frozenset(values), numbers, hashlib.sha256(data).hexdigest())
@@ -84,7 +86,7 @@ def blocked_sequences(
     Raises:
         ValueError: if the dataset has no kept values to compare, or no such document.
     """
-    numbers = blocklist.numbers.get(dataset.prefix, [])
+    numbers = blocklist.numbers.get(_whole(dataset.prefix), [])
     if numbers and max(numbers) >= dataset.num_documents:
         raise ValueError(
             f"--blocklist {blocklist.path}: {dataset.prefix} has the documents 0 to "
@@ -120,6 +122,10 @@ def blocked_sequences(
         int(dataset.lengths[blocked].sum(dtype=np.int64)),
     )
     return blocked
+
+
+def _whole(prefix: str) -> str:
+    return prefix if is_remote(prefix) else os.path.abspath(prefix)
 
 
 def _is_named(row: Sequence[object], values: frozenset[str]) -> bool:

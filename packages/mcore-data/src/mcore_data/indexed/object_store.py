@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_base.atomic_files import write_durably
-from mcore_base.stores import StorePath, as_path, is_store, object_version, open_store
+from mcore_base.stores import StorePath, as_path, object_version, open_store
 from mcore_data.indexed.index_format import CorruptDatasetError
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,11 @@ _REPORT_EVERY_S = 60.0
 
 def is_remote(prefix: str | Path) -> bool:
     """Whether a prefix is the address of an object store."""
-    return is_store(as_path(prefix))
+    return isinstance(prefix, StorePath) or "://" in str(prefix)
 
 
 def address_of(path: str | Path) -> str:
     """Return a path as text, one of an object store as a URL."""
-    path = as_path(path)
     return path.url if isinstance(path, StorePath) else str(path)
 
 

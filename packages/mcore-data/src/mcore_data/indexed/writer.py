@@ -52,6 +52,7 @@ class IndexedWriter:
         checksum: compute the SHA-256 of the ``.bin`` while writing, for ``finalize``.
         index_only: write no ``.bin``: ``add_index`` leaves the tokens where they are, and an
             earlier ``.bin`` is removed at the end.
+        bin_from: with ``index_only``, the file of all tokens, which becomes the ``.bin``.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -66,11 +67,13 @@ class IndexedWriter:
         resume_at: dict[str, int] | None = None,
         checksum: bool = False,
         index_only: bool = False,
+        bin_from: Path | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = multimodal
         self._index_only = index_only
+        self._bin_from = bin_from
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         kinds = ["bin", "lengths", "borders", *_BESIDE] + (["modes"] if multimodal else [])
@@ -234,7 +237,9 @@ class IndexedWriter:
                 self._partial(kind).replace(path(self.prefix))
             else:
                 path(self.prefix).unlink(missing_ok=True)
-        if self._index_only:
+        if self._bin_from is not None:
+            self._bin_from.replace(bin_path(self.prefix))
+        elif self._index_only:
             bin_path(self.prefix).unlink(missing_ok=True)
         else:
             self._partial("bin").replace(bin_path(self.prefix))

@@ -349,6 +349,7 @@ def merge_plan(
     physical: bool = False,
     overwrite: bool = False,
     scratch_path: str | Path = "",
+    workers: int = 1,
 ) -> dict[str, IndexedDataset]:
     """Join the units into one dataset for each key; a logical one unless ``physical``.
 
@@ -357,6 +358,7 @@ def merge_plan(
         physical: write one pair; not in an object store.
         overwrite: replace a dataset that was joined from other files.
         scratch_path: local folder for small files, if the plan is in an object store.
+        workers: with ``physical``, threads that copy.
 
     Raises:
         ValueError: if a unit is not done; and as ``merge_pairs`` does.
@@ -385,6 +387,7 @@ def merge_plan(
             prefix,
             overwrite=overwrite,
             logical=not physical,
+            workers=workers,
         )
         for key, prefix in output_prefixes(plan.config).items()
     }
