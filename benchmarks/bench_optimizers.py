@@ -10,10 +10,10 @@ Llama-3-8B in bf16 unless flags after ``--`` say otherwise) and times ``optimize
 on random gradients, and the whole training step. It runs on any number of GPUs, and on a
 processor with small flags.
 
-``train`` trains a GPT of about 100 M parameters with each of ``--cases``, side by side on the
-same batches, and keeps curves and held-out losses. ``--data`` takes JSONL files; without it,
-text is gathered as ``bench_fp8_quality.py`` does. With ``--minutes`` as many steps are made as
-fit, timed on the first steps of all runs together.
+``train`` trains a GPT of about 100 M parameters with each of ``--cases``, side by side over the
+host's GPUs on the same batches, and keeps curves and held-out losses. ``--data`` takes JSONL
+files; without it, text is gathered as ``bench_fp8_quality.py`` does. With ``--minutes`` as many
+steps are made as fit, timed on the first steps of all runs together.
 """
 
 import argparse
@@ -255,7 +255,9 @@ def train(
         words += ["--eval-interval", str(max(1, steps // 5)), "--eval-iters", "10"]
     call = [sys.executable, "-m", "mcore_train", "gpt", *flags, *CASES[case].split(), *words]
     begin = time.perf_counter()
-    _check_run(call, metrics.with_suffix(".log"))
+    gpu = options.cases.index(case) % max(1, torch.cuda.device_count())
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    _check_run(call, metrics.with_suffix(".log"), environment)
     elapsed_s = time.perf_counter() - begin
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in lines if row["kind"] == "train"]
@@ -276,9 +278,13 @@ def train(
     return run
 
 
-def _check_run(call: Sequence[str], log: Path) -> None:
+def _check_run(
+    call: Sequence[str], log: Path, environment: dict[str, str] | None = None
+) -> None:
     with log.open("w") as out:
-        done = subprocess.run(call, stdout=out, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            call, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False
+        )
     if done.returncode:
         raise SystemExit(f"{' '.join(call)}\nfailed:\n{log.read_text()[-3000:]}")
 

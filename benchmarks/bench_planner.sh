@@ -3,7 +3,7 @@
 #
 #   benchmarks/bench_planner.sh [--output DIR] [--small]
 #
-# Each part has a time limit, together 5 minutes with one GPU and 6 with more: constants by plan
+# Each part has a time limit, together 6 minutes with one GPU and 7 with more: constants by plan
 # --calibrate; doctor; the layouts of planner_predictions.json for as many GPUs; --micro-batch-size
 # auto with a snapshot of memory, and what memory prints of it; a run that must run out of memory,
 # with its snapshot, triage and doctor RUN. A part that fails is kept with its exit code and the end
@@ -42,10 +42,10 @@ done < <("$PY" -c '
 import json
 for name, row in json.load(open("benchmarks/planner_predictions.json"))["layouts"].items():
     print(name, row["gpus"], row["flags"], sep="\t")')
-part micro-batch-auto 55 "$world" $train $model --train-iters 4 --micro-batch-size auto $recorded
+part micro-batch-auto 100 "$world" $train $model --train-iters 4 --micro-batch-size auto $recorded
 if [ -z "$small" ]; then
   part memory 15 0 -m mcore_train memory "$logs/auto.rank0.pickle" --json
-  part out-of-memory 45 "$world" $train --model llama-3.2-1b --seq-length 8192 --train-iters 4 --micro-batch-size 32 \
+  part out-of-memory 80 "$world" $train --model llama-3.2-1b --seq-length 8192 --train-iters 4 --micro-batch-size 32 \
     --global-batch-size $((32 * world)) --save "$logs/run" --record-memory-history \
     --memory-snapshot-path "$logs/full.pickle"
   part memory-when-full 15 0 -m mcore_train memory "$logs/full.rank0.pickle" --json

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from house.sources import PACKAGES, ROOT, Source, package_sources, parse
+from house.sources import PACKAGES, ROOT, Source, all_sources, package_sources, parse
 from warm_ranks import run_command
 
 # Run in a bare process: import the modules named in argv, then say what that did.
@@ -94,9 +94,10 @@ def test_fronts_configs_and_commands_import_without_torch(package):
     assert {name for name, changed in effects.items() if changed} == set()
 
 
-def test_a_training_loop_imports_no_serving_engine_before_it_is_asked_for():
-    sources = {_module(source): source for source in package_sources("train")}
-    seen, ahead = set(), ["mcore_train.loop"]
+def imported_by(name: str) -> set[str]:
+    """Return the modules that importing one of ours imports, through our other modules."""
+    sources = {_module(source): source for source in all_sources()}
+    seen, ahead = set(), [name]
     while ahead:
         if (name := ahead.pop()) in seen:
             continue
@@ -105,8 +106,22 @@ def test_a_training_loop_imports_no_serving_engine_before_it_is_asked_for():
         for node in sources[name].tree.body if name in sources else ():
             if isinstance(node, ast.ImportFrom):
                 ahead.append(node.module or "")
+    return seen
+
+
+def test_a_training_loop_imports_no_serving_engine_before_it_is_asked_for():
+    seen = imported_by("mcore_train.loop")
     assert "mcore_train.assembly" in seen
     assert not {name for name in seen if name.startswith("mcore_infer")}
+
+
+@pytest.mark.parametrize("name", ["mcore_train.loop", "mcore_infer.engine.engine"])
+def test_a_program_imports_no_dtensors_before_it_is_asked_for(name):
+    """They import sympy: a second of each start and restart."""
+    slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+    seen = imported_by(name)
+    assert "mcore_parallel.mesh" in seen
+    assert not {module for module in seen if module.startswith(slow)}
 
 
 def effects_beyond_torch(modules: list[str], folder: Path) -> set[str]:

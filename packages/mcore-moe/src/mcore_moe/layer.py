@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.dispatching import build_dispatcher
@@ -27,6 +26,7 @@ from mcore_moe.routing.topk import Routing
 from mcore_parallel.autograd.functions import cast_factor
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import OverlapCallback, copy_to, reduce_from
+from mcore_parallel.dtensors import is_dtensor
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.rng import RngStreams
 
@@ -267,7 +267,7 @@ class MoELayer(nn.Module):
             return
         self._is_compared = True
         weight = self.router.weight
-        if not isinstance(weight, DTensor):  # FSDP2 has sharded one weight: nothing to compare
+        if not is_dtensor(weight):  # FSDP2 has sharded one weight: nothing to compare
             for axis in self.peers:
                 check_same("the router", weight, axis)
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mcore_parallel.dtensors import is_dtensor
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.random_tiles import Fill, hash_words, plan_fills, run_fills
 from mcore_parallel.sharding import NamedParameter, Shard, named_parameters, shards_of
@@ -64,9 +64,11 @@ def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
     For a DTensor (FSDP2), each rank draws the full tensor and keeps its own shard.
     """
     parameter = named.parameter.detach()
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         local = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         fill_parameter_(replace(named, parameter=nn.Parameter(local)), seed=seed, std=std)
+        from torch.distributed.tensor import distribute_tensor  # loaded, as this is a DTensor
+
         # src_data_rank=None: no broadcast, since all ranks have drawn equal numbers.
         mesh, placements = parameter.device_mesh, parameter.placements
         parameter.copy_(distribute_tensor(local, mesh, placements, src_data_rank=None))

@@ -1,9 +1,11 @@
 """A rank that dies, hangs, raises or disagrees ends all ranks in time, and is named."""
 
+import json
 import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from warm_ranks import run_command
 
-from mcore_parallel.launch import launcher
+from mcore_parallel.launch import launcher, watchdog
 from mcore_parallel.launch.call_checks import Agreement, DisagreementError
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.launch.watchdog import Watch, call_site, where_in
@@ -86,7 +88,11 @@ def test_a_world_without_faults_ends_well(worlds):
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "told"),
     [
-        ("dies", 20.0, ("rank 1 SILENT", "in all_reduce over dp (ranks 0, 1, 2)", "(total)")),
+        (
+            "dies",
+            20.0,
+            ("rank 1 is gone: its process", "in all_reduce over dp (ranks 0, 1, 2)", "(total)"),
+        ),
         ("sleeps", 5.0, ("rank 1 at", "(dream)", "in all_reduce over dp (ranks 0, 1, 2)")),
         ("raises", 20.0, ("rank 1 failed at", "(complain)", "sample 7 is empty")),
         ("shape", 20.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
@@ -140,9 +146,50 @@ def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts, tmp_p
         assert "the store has not answered for" in texts[rank]
 
 
-def test_a_rank_alone_is_not_watched():
+@pytest.mark.parametrize("last", ["at step.py:1 (one_step)", "left"])
+def test_a_killed_rank_of_this_host_is_found_within_seconds(last):
+    class Watched(Watch):
+        def _exit(self, fault, place):
+            raise AssertionError("nothing ends the test")
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store, faults = dist.HashStore(), []
+    beat = {"count": 1, "place": last, "process": child.pid}
+    store.set("watch/beat/1", json.dumps(beat))
+    with Watched(store, 0, 2, 5.0, faults.append, host_ranks=(0, 1)) as watch:
+        deadline = time.monotonic() + SLACK_S
+        while not watch._processes.get(1) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not faults
+        child.kill()  # not waited for: it is a zombie, as until torchrun looks
+        killed_s = time.monotonic()
+        while not faults and 1 in watch._processes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert time.monotonic() - killed_s < 4.0
+    child.communicate()
+    assert faults == (
+        [] if last == "left" else [f"rank 1 is gone: its process was ended, last {last}"]
+    )
+
+
+def test_a_rank_without_news_is_silent():
+    watch = Watch(dist.HashStore(), 0, 2, 5.0)
+    watch._store.set("watch/beat/1", json.dumps({"count": 1, "place": "at step.py:1 (f)"}))
+    assert watch.places(wait_s=0.01) == {1: "SILENT, last at step.py:1 (f)"}
+
+
+def test_a_rank_alone_is_watched_for_late_steps_if_it_reports_them(monkeypatch, caplog):
     with Watch.of_world(0, 1, 1.0) as watch:
-        assert watch.world_size == 1
+        assert watch._thread is None
+    monkeypatch.setattr(watchdog, "STEP_SLACK_S", 0.2)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.05)
+    with Watch.of_world(0, 1, 0.01, reports_steps=True) as watch:
+        for _ in range(6):
+            watch.step_ended()
+        deadline = time.monotonic() + SLACK_S
+        while "holds up" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "rank 0 holds up step 7" in caplog.text
 
 
 def test_a_place_is_the_line_of_the_own_program():

@@ -171,6 +171,7 @@ def watched_world(
             ctx.world.rank,
             ctx.world.size if store is None else 1,
             timeout_minutes,
+            reports_steps=store is None,
             end_on_hang=config.watching.end_on_hang,
         )
         stack.enter_context(watch)

@@ -55,6 +55,12 @@ def test_a_bound_that_is_crossed_gives_one_alarm(name, well, crossed):
     assert alarm.gain
 
 
+def test_a_step_paced_by_the_host_gains_no_more_than_the_peak_allows():
+    (alarm,) = find_alarms(plan_of(), fall(host=0.999), 0.2, "NVIDIA Unknown")
+    assert alarm.seen == "devices have work ahead for 0 % of a step; 100 % is paced by the host"
+    assert alarm.gain == "at most +400 % tokens/s"
+
+
 def test_waits_for_a_slow_rank_are_no_alarm_about_communication():
     assert find_alarms(plan_of(), fall(exposed_dp=0.4, slow_rank=2), 0.45) == []
 

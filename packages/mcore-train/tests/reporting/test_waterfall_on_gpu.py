@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 SIZES = {
     "num_layers": 4,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "seq_length": 2048,
+    "hidden_size": 4096,  # so wide that the device has work ahead on a slow host too
+    "num_attention_heads": 32,
+    "seq_length": 4096,
     "micro_batch_size": 2,
     "global_batch_size": 4,
     "train_iters": 8,

@@ -22,7 +22,7 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
-from mcore_parallel.data_parallel.fully_sharded import MatricesOnMeta
+from mcore_parallel.data_parallel.meta_matrices import MatricesOnMeta
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms

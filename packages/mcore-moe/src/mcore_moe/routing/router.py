@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.routing.load_balancing import (
@@ -34,6 +33,7 @@ from mcore_moe.routing.topk import (
 )
 from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.dtensors import is_dtensor
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_
 from mcore_parallel.sharding import ParamLayout, whole
@@ -302,7 +302,7 @@ class Router(nn.Module):
 
 
 def _is_narrow(x: Tensor) -> bool:
-    is_here = x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, DTensor)
+    is_here = x.is_cuda and not torch.compiler.is_compiling() and not is_dtensor(x)
     return is_here and x.dtype == torch.bfloat16
 
 

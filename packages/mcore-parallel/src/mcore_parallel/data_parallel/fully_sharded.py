@@ -24,19 +24,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel, check_declared
 from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit
 from mcore_parallel.data_parallel.grads import sum_views
+from mcore_parallel.data_parallel.meta_matrices import give_memory, zeros_of_meta
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
 from mcore_parallel.data_parallel.sharded_parameter import ShardedParameter
 from mcore_parallel.mesh import ParallelContext
@@ -290,49 +289,6 @@ class FullyShardedDataParallel(GradientSync):
     def check_weights(self) -> None:
         """Compare the rows of instances and of tied stages."""
         check_weights(self.units, self.ctx)
-
-
-class MatricesOnMeta(TorchFunctionMode):
-    """Inside, ``torch.empty`` and ``torch.zeros`` of two or more dimensions take no memory.
-
-    Their tensors are on the meta device, whatever the call names. Vectors are allocated, with
-    the constants that they begin as. ``FullyShardedDataParallel`` then gives each rank zeros
-    for its own rows, and ``fill_weights`` sets them: no rank holds a whole matrix while a model
-    is built. Only to allocate parameters: code that reads or draws numbers must stay outside.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call ``func``, on the meta device if that gives a matrix."""
-        given = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros):
-            made = func(*args, **(given | {"device": "meta"}))
-            if made.dim() > 1:
-                return made
-        return func(*args, **given)
-
-
-def give_memory(parameter: nn.Parameter, device: torch.device) -> None:
-    """Make a parameter zeros on a device, in place: it stays the object that it was.
-
-    Args:
-        parameter: on the meta device; others are left.
-        device: of the zeros.
-    """
-    if parameter.is_meta:
-        real = nn.Parameter(zeros_of_meta(parameter.detach(), device), parameter.requires_grad)
-        vars(real).update(vars(parameter))
-        torch.utils.swap_tensors(parameter, real)
-
-
-def zeros_of_meta(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return zeros like a tensor on the meta device, and any other as it is."""
-    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def _bucketed(found: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.Parameter]:

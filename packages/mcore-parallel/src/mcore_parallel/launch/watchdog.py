@@ -4,8 +4,10 @@ Torch's collectives time out; the watchdog adds which rank failed and where, and
 ranks. Every few seconds a thread of each rank writes this rank's place in the code to a store,
 and checks whether another rank has failed. It reads the interpreter's stacks, so training pays
 nothing. A failing rank writes what failed, over which axis, called from which line, and the
-places of all other ranks; their threads then end their processes. A second thread watches the
-store itself, for which torch would wait without end.
+places of all other ranks; their threads then end their processes. Every second the thread
+checks that the processes of the other ranks of its host exist: ranks whose devices wait for a
+killed one handle no signal, so that the launcher would wait 30 s before it kills them too.
+A second thread watches the store itself, for which torch would wait without end.
 
 A program that reports its steps (``step_ended``) has hangs found long before collectives time
 out: once a step takes twice the longest one before and ``STEP_SLACK_S``, the ranks that are in
@@ -18,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -37,6 +39,8 @@ GRACE_S = 2.0
 """Time for a rank to end normally after another rank's fault; it may have failed too."""
 ENDING_S = 15.0
 """Time for a failed rank to end."""
+POLL_S = 1.0
+"""Time between two looks at the processes of this host's ranks."""
 WARN_SHARE = 0.9
 """Share of the timeout after which a rank that does not move logs where all ranks stand."""
 STEP_FACTOR = 2.0
@@ -53,12 +57,14 @@ WAITING = "waiting for its device"
 """Begin of the place of a rank whose host waits for its GPU."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
 """Packages whose frames are skipped between a call site and the communication."""
+_LIBRARY = str(Path(os.__file__).parent)
+"""Folder of the standard library, whose frames are skipped as well."""
 
 
 class Watch:
     """Context manager that watches one world while a program runs in it.
 
-    All ranks must enter it together. In a world of one rank it does nothing.
+    All ranks must enter it together. Of a rank alone it watches the steps, if it reports them.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Watch:
         on_fault: Callable[[str], None] = lambda _fault: None,
         *,
         end_on_hang: bool = False,
+        host_ranks: Sequence[int] = (),
     ) -> None:
         """Set up; nothing is written to the store before ``__enter__``.
 
@@ -82,6 +89,7 @@ class Watch:
                 did, ``GRACE_S`` before the process is ended.
             end_on_hang: end all ranks when a step is late; else a late step is logged, and
                 the collectives' timeout ends the ranks.
+            host_ranks: ranks whose processes run on this host.
         """
         self._store, self._on_fault = store, on_fault
         self._end_on_hang = end_on_hang
@@ -89,6 +97,7 @@ class Watch:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.period_s = min(5.0, timeout_s / 10)
         self._count = 0
+        self._processes = {number: 0 for number in host_ranks if number != rank}
         self._neighbour, self._neighbour_since = "", time.monotonic()
         self._main = threading.get_ident()
         self._ended, self._left = threading.Event(), threading.Event()
@@ -103,16 +112,29 @@ class Watch:
         timeout_minutes: float,
         on_fault: Callable[[str], None] = lambda _fault: None,
         *,
+        reports_steps: bool = False,
         end_on_hang: bool = False,
     ) -> "Watch":
-        """Watch over the world that this process has joined, if it has more than one rank."""
+        """Watch over the world that this process has joined.
+
+        A rank alone is watched only if it ``reports_steps``, by ``step_ended``.
+        """
         if world_size == 1:
-            return cls(None, rank, world_size, 60 * timeout_minutes)
+            store = dist.HashStore() if reports_steps else None
+            return cls(store, rank, 1, 60 * timeout_minutes, on_fault, end_on_hang=end_on_hang)
         # A separate connection, so that the thread never waits for a call of the main thread.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
         timeout_s = 60 * timeout_minutes
+        here = launcher.read_environment()
+        first = here.rank - here.local_rank
         return cls(
-            store.clone(), rank, world_size, timeout_s, on_fault, end_on_hang=end_on_hang
+            store.clone(),
+            rank,
+            world_size,
+            timeout_s,
+            on_fault,
+            end_on_hang=end_on_hang,
+            host_ranks=range(first, first + here.local_world_size),
         )
 
     def __enter__(self) -> "Watch":
@@ -140,7 +162,9 @@ class Watch:
         failed = isinstance(error, Exception)
         try:
             if failed:
-                fault = self._first_fault(self._describe(error, traceback))
+                own = self._describe(error, traceback)
+                fault = self._first_fault(own)
+                fault = own if fault == own else f"{fault}. Then {own}"
                 error.add_note(fault)
                 log.error("rank %d ends: %s", self.rank, fault)
             self._stop()
@@ -204,14 +228,20 @@ class Watch:
         """Thread: write heartbeats and look for faults until this rank or another one ends."""
         still_since, still_at, warned = time.monotonic(), "", False
         late_step = 0
-        while not self._ended.wait(self.period_s):
-            place = where_in(sys._current_frames(), self._main)
+        beat_due = still_since + self.period_s
+        while not self._ended.wait(min(POLL_S, self.period_s)):
             now = time.monotonic()
+            dead = [rank for rank, process in self._processes.items() if not _exists(process)]
+            if now < beat_due and not dead:
+                continue
+            beat_due = now + self.period_s
+            place = where_in(sys._current_frames(), self._main)
             if place != still_at:
                 still_since, still_at, warned = now, place, False
             try:
                 self._tell(place)
-                fault = self._fault()
+                fault = self._fault(dead)
+                self._learn_processes()
                 self._answered = time.monotonic()
                 is_still = now - still_since > WARN_SHARE * self.timeout_s
                 if is_still and not warned:
@@ -241,13 +271,29 @@ class Watch:
                     where_in(sys._current_frames(), self._main),
                 )
 
-    def _fault(self) -> str:
-        """Return the stored fault, or a new one if the next rank is silent; empty: none.
+    def _learn_processes(self) -> None:
+        """Read the process ids of this host's ranks that are not known yet."""
+        for rank, process in self._processes.items():
+            if not process and (beat := self._heartbeat_of(rank)):
+                self._processes[rank] = json.loads(beat)["process"]
+
+    def _fault(self, dead: Sequence[int]) -> str:
+        """Return the stored fault, or a new one if a rank has died or is silent; empty: none.
 
         Each rank watches its successor, so that every rank is watched at constant cost.
+
+        Args:
+            dead: ranks of this host whose processes have ended.
         """
         if fault := self._stored_fault():
             return fault
+        for rank in dead:
+            place = json.loads(self._heartbeat_of(rank))["place"]
+            if place not in GONE:
+                return self._first_fault(
+                    f"rank {rank} is gone: its process was ended, last {place}"
+                )
+            del self._processes[rank]
         beat = self._heartbeat_of((self.rank + 1) % self.world_size)
         if beat != self._neighbour:
             self._neighbour, self._neighbour_since = beat, time.monotonic()
@@ -321,7 +367,8 @@ class Watch:
             traceback = traceback.tb_next
         place = _place(list(reversed(frames)))
         # A failure in communication may only be the first sign that another rank is gone.
-        wait_s = 2 * self.period_s if place.startswith("in ") else 0.0
+        is_first = place.startswith("in ") and not self._stored_fault()
+        wait_s = 2 * self.period_s if is_first else 0.0
         others = _listed(self.places(wait_s))
         what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
         return f"rank {self.rank} failed {place}: {what}. The others: {others}"
@@ -329,13 +376,23 @@ class Watch:
     def _tell(self, place: str) -> None:
         assert self._store is not None
         self._count += 1
-        beat = {"count": self._count, "place": place}
+        beat = {"count": self._count, "place": place, "process": os.getpid()}
         self._store.set(f"watch/beat/{self.rank}", json.dumps(beat))
 
     def _heartbeat_of(self, rank: int) -> str:
         assert self._store is not None
         key = f"watch/beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _exists(process: int) -> bool:
+    """Whether a process lives; 0, which is not known yet, does. A zombie does not."""
+    try:
+        # The name in parentheses may have blanks and parentheses; the state follows it.
+        text = Path(f"/proc/{process or 'self'}/stat").read_text()
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # unknown without Linux's /proc
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 class _StepTimes:
@@ -479,10 +536,11 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame belongs to torch, or to the shape checks of the tests."""
+    """Whether a frame belongs to torch, Python's library, or the shape checks of the tests."""
     path = frame.f_code.co_filename
     is_wrapper = path.startswith("<") or path.endswith("tests/shape_checks.py")
-    return is_wrapper or any(f"/{name}/" in path for name in FOREIGN)
+    is_library = path.startswith(_LIBRARY) and "-packages/" not in path
+    return is_wrapper or is_library or any(f"/{name}/" in path for name in FOREIGN)
 
 
 def _line(frame: FrameType, number: int) -> str:

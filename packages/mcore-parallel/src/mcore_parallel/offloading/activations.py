@@ -19,7 +19,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+
+from mcore_parallel.dtensors import is_dtensor
 
 LEAST_ELEMENTS = 1 << 20
 """Smallest number of elements of a tensor that is offloaded from a GPU."""
@@ -236,7 +237,7 @@ def _whole_weights(module: nn.Module) -> set[int]:
 
     ``fully_shard`` replaces a layer's DTensors by gathered weights before its forward.
     """
-    weights = (p for p in module.parameters() if not isinstance(p, DTensor))
+    weights = (p for p in module.parameters() if not is_dtensor(p))
     return {parameter.untyped_storage().data_ptr() for parameter in weights}
 
 

@@ -284,6 +284,12 @@ RULES: tuple[Rule, ...] = (
         "Look at the host of the silent rank, then at what that rank logged last.",
     ),
     _root(
+        "dead rank",
+        "killed",
+        r"rank (?P<rank>\d+) is gone: its process was ended",
+        "Look at what the named rank logged last, and at its host's kernel log.",
+    ),
+    _root(
         "absent rank",
         "collective_timeout",
         r"rank (?P<rank>\d+) (?:did not come|sent nothing) (?:within|before)|"

@@ -80,10 +80,12 @@ def find_alarms(
     if waterfall.utilisation < LEAST_UTILISATION:
         part = max(("bubble", "data", "host", "checkpoint"), key=lambda name: parts[name])
         seen = (
-            f"devices work for {_percent(waterfall.utilisation)} of a step; "
+            f"devices have work ahead for {_percent(waterfall.utilisation)} of a step; "
             f"{_percent(parts[part] / step_s)} is {_WORDS[part]}"
         )
-        found.append(alarm("utilisation", seen, part, share=parts[part] / step_s))
+        # Kernels run also while the host paces them: at the peak a step takes mfu * step_s.
+        share = min(parts[part] / step_s, 1 - mfu)
+        found.append(alarm("utilisation", seen, part, share=share))
     if 0 < mfu < LEAST_MFU and not found:
         found.append(alarm("MFU", f"{_percent(mfu)} of the peak", "compute"))
     if waterfall.gradient_noise > MOST_NOISE and waterfall.num_noises >= LEAST_NOISES:
@@ -103,7 +105,7 @@ def find_alarms(
 _WORDS = {
     "bubble": "pipeline bubble",
     "data": "waiting for data",
-    "host": "the host's own time",
+    "host": "paced by the host",
     "checkpoint": "saves",
 }
 

@@ -74,7 +74,11 @@ class Waterfall:
 
     @property
     def utilisation(self) -> float:
-        """Share of the step in which devices compute or communicate."""
+        """Share of the step in which devices compute or communicate with work ahead of them.
+
+        What the host paces counts as idle, although short kernels run in it: how long they
+        take, the borders of spans do not tell.
+        """
         return 1 - sum(self.parts[name] for name in IDLE) / self.step_s
 
     def numbers(self) -> dict[str, float | int]:

@@ -1,0 +1,19 @@
+"""``is_dtensor``: recognizes DTensors without importing their module.
+
+``torch.distributed.tensor`` imports sympy and takes more than a second, which every command and
+every restart would pay. Where nobody has imported it there is no DTensor.
+"""
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor, such as a parameter under ``fully_shard``."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
