@@ -269,8 +269,10 @@ class StoreLock(FileLock):
             return False
         try:
             self.path.system.pipe_file(self.path.key, content.encode(), mode="create")
-        except FileExistsError:
-            return False
+        except OSError:  # of which kind it is when the object exists, differs between stores
+            if self.path.is_file():
+                return False
+            raise
         except (TypeError, NotImplementedError):
             self.path.write_whole(content.encode())
         found = self.read()
