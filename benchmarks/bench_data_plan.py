@@ -24,7 +24,10 @@ from pathlib import Path
 
 from reporting import add_options, host_versions, keep
 
+from mcore_data.config import LaunchConfig
 from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.preprocessing.executors import run_ray
+from mcore_data.preprocessing.work_plan import read_plan
 
 WORDS = ("time", "of", "the", "light", "and", "water", "house", "seven", "under", "green", "is")
 
@@ -59,14 +62,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     plan = folder / "c.plan.json"
     words = ["--plan", plan, "--executor", options.executor, "--num-tasks", options.workers]
     words += ["--max-retries", options.kills + 3]
-    words += ["--submit", "--wait"] * (options.executor == "slurm")
+    words += ["--submit-jobs", "--wait"] * (options.executor == "slurm")
     killed: list[float] = []
     stop = threading.Event()
     killer = threading.Thread(target=kill_workers, args=(options, plan, killed, stop))
     began = time.monotonic()
     killer.start()
     try:
-        _run("launch", *words)
+        if options.executor == "ray":
+            _run_ray(options, plan)
+        else:
+            _run("launch", *words)
     finally:
         stop.set()
         killer.join()
@@ -146,6 +152,17 @@ def _run(*words: object) -> None:
         check=True,
         stdout=subprocess.DEVNULL,
     )
+
+
+def _run_ray(options: argparse.Namespace, plan: Path) -> None:
+    import ray  # pyrefly: ignore[missing-import]
+
+    # Over loopback, which a sandbox without a network has too.
+    workers = options.workers
+    ray.init("local", num_cpus=workers, _node_ip_address="127.0.0.1", log_to_driver=False)
+    config = LaunchConfig(executor="ray", num_tasks=workers, max_retries=options.kills + 3)
+    run_ray(read_plan(plan), config)
+    ray.shutdown()
 
 
 def _options() -> argparse.Namespace:

@@ -160,26 +160,28 @@ def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1G
     return 0
 
 
-def launch(plan: str, launch: LaunchConfig) -> int:
+def launch(plan: str, launch: LaunchConfig, scratch_path: str = "") -> int:
     """Start workers of a plan on this machine, as Slurm array jobs or as Ray tasks.
 
     Args:
         plan: <output-prefix>.plan.json of mcore-data plan.
         launch: where and how the workers run.
+        scratch_path: local folder for files that are being written, for a plan in an object
+            store.
     """
     from mcore_data.preprocessing.executors import run_local, run_ray, run_slurm
     from mcore_data.preprocessing.work_plan import describe_status, read_plan, status_of
 
     made = read_plan(plan)
     if launch.executor == "slurm":
-        lines = run_slurm(made, launch)
-        print("\n".join(f"job {line}" if launch.submit else line for line in lines))
+        lines = run_slurm(made, launch, scratch_path)
+        print("\n".join(f"job {line}" if launch.submit_jobs else line for line in lines))
         if not launch.wait:
             return 0
     elif launch.executor == "ray":
-        run_ray(made, launch)
+        run_ray(made, launch, scratch_path)
     else:
-        run_local(made, launch)
+        run_local(made, launch, scratch_path)
     found = status_of(made)
     print("\n".join(describe_status(made, found)))
     return int(len(found.done) < found.num_units)

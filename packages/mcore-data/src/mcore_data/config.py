@@ -214,14 +214,10 @@ class LaunchConfig(Options):
     again, with ray the times that a unit is tried again."""
     skip_bad_records: bool = False
     """Leave bad records out, as --on-bad-record skip does."""
-    scratch_path: str = ""
-    """Local folder for files that are being written, for a plan in an object store."""
-    python: str = option("", idle_with={"executor": "ray"})
-    """Python that runs the workers; empty: this one."""
-    submit: bool = option(False, needs={"executor": "slurm"})
+    submit_jobs: bool = option(False, needs={"executor": "slurm"})
     """Submit the jobs; without it the batch script is written, and the commands printed. The
     same command again submits workers for the units that are missing."""
-    wait: bool = option(False, needs={"submit": ON})
+    wait: bool = option(False, needs={"submit_jobs": ON})
     """Stay until all units are done, and submit again what is missing once all jobs ended."""
     max_array: int = option(1000, minimum=1, part_of={"executor": "slurm"})
     """Tasks of one array job, below Slurm's MaxArraySize; more make several jobs."""

@@ -101,13 +101,14 @@ def test_killed_processes_are_replaced_and_write_what_one_machine_writes(
     assert content(tmp_path / "c_text_document") == whole
 
 
-def test_workers_that_die_again_and_again_are_an_error(tmp_path, text):
+def test_workers_that_die_again_and_again_are_an_error(tmp_path, text, monkeypatch):
     plan = make_plan(config_of(text, tmp_path / "c"), BYTES, 300_000)
     dying = tmp_path / "python"
     dying.write_text("#!/bin/sh\nkill -9 $$\n")
     dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
     with pytest.raises(RuntimeError, match=r"code -9, after 1 others had been replaced"):
-        run_local(plan, LaunchConfig(python=str(dying), max_retries=1))
+        run_local(plan, LaunchConfig(max_retries=1))
 
 
 SBATCH = """#!{python}
@@ -151,9 +152,9 @@ def test_slurm_jobs_are_submitted_again_for_missing_units(
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     assert array_sizes(plan, LaunchConfig(**options, max_array=2)) == [2, 1]
     with pytest.raises(RuntimeError, match=r"3 units are missing after all jobs ended"):
-        run_slurm(plan, LaunchConfig(**options, submit=True, wait=True, max_retries=0))
+        run_slurm(plan, LaunchConfig(**options, submit_jobs=True, wait=True, max_retries=0))
     (slurm_commands / "submitted").unlink()
-    jobs = run_slurm(plan, LaunchConfig(**options, submit=True, wait=True, max_retries=1))
+    jobs = run_slurm(plan, LaunchConfig(**options, submit_jobs=True, wait=True, max_retries=1))
     assert jobs == ["1", "2"]
     assert array_sizes(plan, LaunchConfig(**options)) == []
     merge_plan(plan)

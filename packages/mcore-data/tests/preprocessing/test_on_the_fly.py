@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 from forks import exit_code, fork
 
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
@@ -12,6 +13,10 @@ from mcore_data.preprocessing.on_the_fly import tokenize_sources
 from mcore_data.preprocessing.preprocessing import preprocess
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
+
+
+def interrupt(plan):
+    raise KeyboardInterrupt
 
 
 def write(path, letter):
@@ -36,7 +41,7 @@ def test_ranks_that_tokenize_text_together_get_the_samples_of_preprocessed_data(
     assert [exit_code(rank) for rank in ranks] == [0, 0, 0]
     caplog.set_level("INFO")
     ours = tokenize_sources(config, BYTES)  # a rank that comes back
-    assert "tokenized 0 tokens" in caplog.text
+    assert caplog.text.count("was tokenized before") == 2
     pairs = []
     for text in texts:
         job = PreprocessConfig(
@@ -54,6 +59,11 @@ def test_ranks_that_tokenize_text_together_get_the_samples_of_preprocessed_data(
             one, other = (each[split][sample]["tokens"].tolist() for each in (first, second))
             assert one == other
     write(tmp_path / "a.jsonl", "c")
-    changed = tokenize_sources(config, BYTES)
+    monkeypatch.setattr(on_the_fly, "merge_plan", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_sources(config, BYTES)
+    monkeypatch.undo()
+    # A continued run has a copy of the tokenizer, with other options for the same ids.
+    changed = tokenize_sources(config, replace(BYTES, tokenizer_model="elsewhere"))
     assert changed.data_path[1] != ours.data_path[1]
     assert changed.data_path[3] == ours.data_path[3]

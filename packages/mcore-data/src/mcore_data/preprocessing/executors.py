@@ -28,14 +28,14 @@ _OF_A_WORKER = (0, 1, 2)
 """Exit codes with which a worker ends by itself; others are those of a killed process."""
 
 
-def run_local(plan: WorkPlan, config: LaunchConfig) -> None:
+def run_local(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> None:
     """Run worker processes on this machine until no unit is left, and replace killed ones.
 
     Raises:
         ValueError: if a worker refuses the plan.
         RuntimeError: if more workers were killed than ``config.max_retries``.
     """
-    command = worker_command(plan, config)
+    command = worker_command(plan, config, scratch_path)
     workers = [subprocess.Popen(command) for _ in range(min(config.num_tasks, len(plan.units)))]
     retries = config.max_retries
     try:
@@ -63,15 +63,15 @@ def run_local(plan: WorkPlan, config: LaunchConfig) -> None:
             worker.wait()
 
 
-def worker_command(plan: WorkPlan, config: LaunchConfig) -> list[str]:
+def worker_command(plan: WorkPlan, config: LaunchConfig, scratch_path: str) -> list[str]:
     """Command line of one worker."""
-    words = [config.python or sys.executable, "-m", "mcore_data", "preprocess"]
+    words = [sys.executable, "-m", "mcore_data", "preprocess"]
     words += ["--plan", plan.address, "--workers", str(config.cpus_per_task)]
-    words += ["--scratch-path", config.scratch_path] * bool(config.scratch_path)
+    words += ["--scratch-path", scratch_path] * bool(scratch_path)
     return words + ["--on-bad-record", "skip"] * config.skip_bad_records
 
 
-def render_slurm(plan: WorkPlan, config: LaunchConfig) -> str:
+def render_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str) -> str:
     """Render the batch script of one worker, for array jobs of any size.
 
     A task that Slurm preempts, or whose host is lost, is requeued and goes on with other units.
@@ -94,12 +94,12 @@ def render_slurm(plan: WorkPlan, config: LaunchConfig) -> str:
 # Rendered by mcore-data launch. Each task is a worker, which claims units until none is left.
 set -euo pipefail
 cd {shlex.quote(str(Path.cwd()))}
-exec {shlex.join(worker_command(plan, config))}
+exec {shlex.join(worker_command(plan, config, scratch_path))}
 """
 
 
-def run_slurm(plan: WorkPlan, config: LaunchConfig) -> list[str]:
-    """Write the batch script, and with ``submit`` submit tasks for the units that are missing.
+def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> list[str]:
+    """Write the batch script, and with ``submit_jobs`` submit tasks for missing units.
 
     With ``wait`` stays until all units are done, and submits again while jobs end with units
     missing, ``config.max_retries`` times.
@@ -113,12 +113,12 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig) -> list[str]:
     folder = script_folder(plan)
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "worker.sbatch"
-    write_durably(script, render_slurm(plan, config).encode())
+    write_durably(script, render_slurm(plan, config, scratch_path).encode())
     submits = [
         ["sbatch", "--parsable", f"--array=0-{size - 1}", str(script)]
         for size in array_sizes(plan, config)
     ]
-    if not config.submit:
+    if not config.submit_jobs:
         return [shlex.join(words) for words in submits]
     jobs = [_submit(words) for words in submits]
     pause_s, retries = _POLL_S, config.max_retries
@@ -182,7 +182,7 @@ def _is_queued(jobs: Sequence[str]) -> bool:
     return False
 
 
-def run_ray(plan: WorkPlan, config: LaunchConfig) -> None:
+def run_ray(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> None:
     """Write each missing unit in a Ray task, at most ``config.num_tasks`` at a time.
 
     Ray repeats a task whose process or host dies, ``config.max_retries`` times; the unit
@@ -209,7 +209,7 @@ def run_ray(plan: WorkPlan, config: LaunchConfig) -> None:
     try:
         while True:
             while len(running) < config.num_tasks and (number := next(waiting, -1)) >= 0:
-                running.append(write.remote(where, number, asdict(config)))
+                running.append(write.remote(where, number, asdict(config), scratch_path))
             if not running:
                 return
             finished, running = ray.wait(running)
@@ -223,7 +223,7 @@ def run_ray(plan: WorkPlan, config: LaunchConfig) -> None:
             ray.shutdown()
 
 
-def _write_unit(path: str, number: int, fields: dict[str, Any]) -> str:
+def _write_unit(path: str, number: int, fields: dict[str, Any], scratch_path: str) -> str:
     """Write one unit of a plan; returns its error, or ''. Runs in a Ray worker."""
     config = LaunchConfig(**fields)
     report = work_on_plan(
@@ -231,6 +231,6 @@ def _write_unit(path: str, number: int, fields: dict[str, Any]) -> str:
         numbers=[number],
         workers=config.cpus_per_task,
         on_bad_record="skip" if config.skip_bad_records else "refuse",
-        scratch_path=config.scratch_path,
+        scratch_path=scratch_path,
     )
     return "".join(f"unit {number} failed: {error}" for error in report.failures.values())

@@ -20,7 +20,13 @@ from mcore_data.indexed.manifest import has_files, read_manifest
 from mcore_data.preprocessing.plan_worker import work_on_plan
 from mcore_data.preprocessing.sources import digest, find_inputs
 from mcore_data.preprocessing.tokenizing import limit_workers, output_prefixes
-from mcore_data.preprocessing.work_plan import WorkPlan, make_plan, merge_plan
+from mcore_data.preprocessing.work_plan import (
+    SUFFIX,
+    WorkPlan,
+    make_plan,
+    merge_plan,
+    read_plan,
+)
 from mcore_data.tokenizers.building import build_tokenizer
 
 log = logging.getLogger(__name__)
@@ -30,7 +36,9 @@ _PAUSE_S = 0.2
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
-def tokenize_sources(config: DataConfig, tokenizer_config: TokenizerConfig) -> DataConfig:
+def tokenize_sources(
+    config: DataConfig, tokenizer_config: TokenizerConfig, *, num_local_ranks: int = 1
+) -> DataConfig:
     """Tokenize the texts that the data paths name; returns options with pairs in their place.
 
     All ranks call this function at the same time, and return together.
@@ -39,6 +47,7 @@ def tokenize_sources(config: DataConfig, tokenizer_config: TokenizerConfig) -> D
         config: options with ``tokenize_on_the_fly``; a path is a file, folder, pattern or URL,
             as ``--input`` of preprocess.
         tokenizer_config: the tokenizer.
+        num_local_ranks: ranks of this host, which share its cores.
 
     Raises:
         FileNotFoundError: if a path names no input.
@@ -50,13 +59,15 @@ def tokenize_sources(config: DataConfig, tokenizer_config: TokenizerConfig) -> D
         words = []
         for word in getattr(config, name):
             if not _is_number(word) and word not in prefixes:
-                prefixes[word] = _tokenize(word, config, tokenizer_config)
+                prefixes[word] = _tokenize(word, config, tokenizer_config, num_local_ranks)
             words.append(prefixes.get(word, word))
         changes[name] = tuple(words)
     return replace(config, **changes)
 
 
-def _tokenize(word: str, config: DataConfig, tokenizer_config: TokenizerConfig) -> str:
+def _tokenize(
+    word: str, config: DataConfig, tokenizer_config: TokenizerConfig, num_local_ranks: int
+) -> str:
     """Tokenize the inputs that one word names; returns the prefix of their dataset."""
     began = time.monotonic()
     tokenizer = build_tokenizer(tokenizer_config)
@@ -69,9 +80,11 @@ def _tokenize(word: str, config: DataConfig, tokenizer_config: TokenizerConfig) 
         append_eod=tokenizer.eod is not None,
     )
     prefix = output_prefixes(job)[config.text_key]
-    plan: WorkPlan = _once_free(lambda: make_plan(job, tokenizer_config, _UNIT_BYTES))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = limit_workers(max(1, (os.cpu_count() or 1) // ranks))
+    if _has_dataset(prefix):
+        log.info("--tokenize-on-the-fly: %s was tokenized before, to %s", word, prefix)
+        return str(prefix)
+    plan = _once_free(lambda: _plan(job, tokenizer_config))
+    workers = limit_workers(max(1, (os.cpu_count() or 1) // num_local_ranks))
     report = work_on_plan(plan, workers=workers)
     if report.failures:
         raise ValueError("; ".join(report.failures.values()))
@@ -82,6 +95,17 @@ def _tokenize(word: str, config: DataConfig, tokenizer_config: TokenizerConfig) 
         *(word, prefix, report.num_tokens, elapsed_s),
     )
     return str(prefix)
+
+
+def _plan(job: PreprocessConfig, tokenizer_config: TokenizerConfig) -> WorkPlan:
+    """Make the plan, or read that of another rank or run.
+
+    A continued run has its tokenizer at another place, so that the stored place may be gone.
+    """
+    path = Path(f"{job.output_prefix}{SUFFIX}")
+    if path.is_file():
+        return replace(read_plan(path), tokenizer=tokenizer_config)
+    return make_plan(job, tokenizer_config, _UNIT_BYTES)
 
 
 def _has_dataset(prefix: Path) -> bool:

@@ -14,6 +14,7 @@ from mcore_data.preprocessing.on_the_fly import tokenize_sources
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import describe_sources
 from mcore_data.tracing.tracing import prefixes
+from mcore_parallel.launch import launcher
 from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.resolution import Plan
 
@@ -57,7 +58,8 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
     if data.tokenize_on_the_fly:
-        data = tokenize_sources(data, config.tokenizer)
+        ranks = launcher.read_environment().local_world_size
+        data = tokenize_sources(data, config.tokenizer, num_local_ranks=ranks)
     common: dict[str, Any] = {
         "sequence_length": config.batch.seq_length,
         "seed": config.run.seed,
