@@ -34,7 +34,7 @@ GROUPS = {
     "build": {"build"},
     "lts": set(),
     "s3": {"moto", "s3fs", "pytest"},
-    "engines": {"datatrove", "mcore-data", "pytest"},
+    "engines": {"datatrove", "ray", "pytest"},
     "lm-eval": {"lm-eval", "pytest"},
     "browser": {"playwright", "pytest"},
     "loaders": {"compressed-tensors", "nvidia-modelopt", "pytest"},
