@@ -151,6 +151,12 @@ def test_slurm_jobs_are_submitted_again_for_missing_units(
     assert "#SBATCH --partition=all\n" in script.read_text()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     assert array_sizes(plan, LaunchConfig(**options, max_array=2)) == [2, 1]
+    for unit in plan.units:  # of a host that may be dead
+        unit.lock_path.write_text(json.dumps({"token": "x", "host": "far", "namespace": "y"}))
+    assert array_sizes(plan, LaunchConfig(**options)) == [1]
+    assert array_sizes(plan, LaunchConfig(**options), none_runs=True) == [3]
+    for unit in plan.units:
+        unit.lock_path.unlink()
     with pytest.raises(RuntimeError, match=r"3 units are missing after all jobs ended"):
         run_slurm(plan, LaunchConfig(**options, submit_jobs=True, wait=True, max_retries=0))
     (slurm_commands / "submitted").unlink()

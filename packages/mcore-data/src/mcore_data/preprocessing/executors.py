@@ -132,7 +132,7 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> l
                     f"mcore-data status --plan {plan.address} and {folder}/slurm-*.log."
                 )
             retries -= 1
-            sizes = array_sizes(plan, config)
+            sizes = array_sizes(plan, config, none_runs=True)
             log.warning("all jobs ended with units missing: submitting %s tasks", sum(sizes))
             running = [
                 _submit(["sbatch", "--parsable", f"--array=0-{size - 1}", str(script)])
@@ -149,14 +149,22 @@ def script_folder(plan: WorkPlan) -> Path:
     return Path(plan.folder.name if is_remote(plan.path) else plan.folder).absolute()
 
 
-def array_sizes(plan: WorkPlan, config: LaunchConfig) -> list[int]:
-    """Tasks of each array job: as many as units wait, at most ``num_tasks`` with those running.
+def array_sizes(plan: WorkPlan, config: LaunchConfig, *, none_runs: bool = False) -> list[int]:
+    """Tasks of each array job: one for each missing unit, at most ``num_tasks`` at a time.
 
     Slurm refuses arrays beyond its MaxArraySize, so each has at most ``config.max_array``.
+
+    Args:
+        plan: the plan.
+        config: how many tasks.
+        none_runs: whether all jobs are known to have ended. Otherwise units with a lock count
+            as running, and one task at least is started, to take over those of dead holders.
     """
     status = status_of(plan)
     missing = status.num_units - len(status.done)
-    wanted = min(config.num_tasks, missing) - len(status.running)
+    wanted = min(config.num_tasks, missing)
+    if not none_runs:
+        wanted = max(wanted - len(status.running), min(1, missing))
     return [
         min(config.max_array, wanted - first) for first in range(0, wanted, config.max_array)
     ]

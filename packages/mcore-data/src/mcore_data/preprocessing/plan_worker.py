@@ -16,6 +16,7 @@ from typing import Literal
 
 from mcore_base.atomic_files import FULL_DISK
 from mcore_base.file_lock import SILENT_S, FileLock, LockHeldError, lock_at
+from mcore_base.stores import is_store
 from mcore_data.config import PreprocessConfig
 from mcore_data.engines.spot_check import EngineDifferenceError
 from mcore_data.indexed.manifest import replace_json
@@ -39,6 +40,7 @@ from mcore_data.preprocessing.work_plan import (
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 5.0
+_STORE_CHECK_S = 5.0
 
 
 @dataclass(slots=True)
@@ -139,9 +141,15 @@ def _write_unit(
     block_bytes: int,
 ) -> PreprocessReport | None:
     """Write a claimed unit; None if it failed, which is recorded, or the claim was lost."""
+    checked_at = -_STORE_CHECK_S
 
     def check_claim(progress: Progress) -> None:
-        lock.check()  # a process that was stopped for minutes leaves the unit to the new holder
+        nonlocal checked_at
+        # A process that was stopped for minutes leaves the unit to the new holder. In a store
+        # each look is a request.
+        if not is_store(lock.path) or time.monotonic() - checked_at > _STORE_CHECK_S:
+            lock.check()
+            checked_at = time.monotonic()
         if on_progress is not None:
             on_progress(progress)
 
