@@ -260,6 +260,22 @@ def images(session: nox.Session) -> None:
     )
 
 
+@nox.session(venv_backend="uv", python="3.11")
+def docs(session: nox.Session) -> None:
+    """Build the site in .nox/docs/tmp/site/site, without a warning; dry-run all recipes.
+
+    Zensical reads docs/zensical.toml; docstrings are read as text, so that no torch is needed.
+    """
+    if "site" not in session.posargs:
+        tests = ("tests/docs/test_recipes.py", "tests/docs/test_site.py")
+        _in_workspace(session, "pytest", "-m", "slow or not slow", *tests)
+    session.install("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff")
+    folder = Path(session.create_tmp()).resolve() / "site"
+    _in_workspace(session, "python", "tests/docs/site.py", str(folder))
+    with session.chdir(folder):
+        session.run("zensical", "build", "--strict")
+
+
 @nox.session(venv_backend="uv", python=["3.11", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """Run the default suite on the newest torch and the newest of everything else."""

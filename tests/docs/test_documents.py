@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from docs import curves, drawing, load_picture
+from docs import curves, drawing, load_picture, pictures
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render, unlike_their_docstring
 from house.rows import is_collected
@@ -140,6 +140,12 @@ def test_the_curves_are_those_of_the_kept_results():
     for file, draw in curves.PICTURES.items():
         drawn = (drawing.PICTURE.parent / file).read_text()
         assert drawn == draw(), "run `uv run python tests/docs/curves.py`"
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_as_the_code_lays_it_out(name):
+    drawn = (ROOT / "docs" / name).read_text()
+    assert drawn == pictures.PICTURES[name](), "run `cd tests && python -m docs.pictures`"
 
 
 def test_the_drawing_leaves_out_what_other_arrows_say():

@@ -145,7 +145,8 @@ def mixer_faults(
             found.append(f"mixer {name} has no tensors: add it to MIXER_SHAPES in {home}.")
         if name not in norms:
             found.append(f"mixer {name} has no norm: add it to MIXER_NORMS in {home}.")
-        if name not in letters and name != "mla":  # which * stands for, by a flag
+        # By a flag, * is latent attention, and layers have inputs of their own.
+        if name not in letters and name not in ("mla", "layer_input"):
             found.append(
                 f"mixer {name} is in no pattern: give it a letter in PATTERN_MIXERS of "
                 "mcore_models/layer_patterns.py."

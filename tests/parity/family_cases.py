@@ -25,6 +25,22 @@ HYBRID = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 9,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -111,6 +127,20 @@ CASES = {
         {**ODD, **HEADS, "sliding_window": 5, "layer_types": None, "sliding_window_pattern": 2}
         | {"query_pre_attn_scalar": 7},
     ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {**ODD, **HEADS, "num_hidden_layers": 4, "sliding_window": 5, "global_head_dim": 10}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2]}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "final_logit_softcapping": 2.0},
+    ),
+    "gemma4_text with vectors for each layer": (
+        "Gemma4Text",
+        {**ODD, **HEADS, "num_hidden_layers": 5, "sliding_window": 5, "global_head_dim": 10}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+        | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": 37}
+        | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ),
     "olmo2": ("Olmo2", {**ODD, **EVEN, "attention_bias": True}),
     "olmo3": (
         "Olmo3",
@@ -164,6 +194,7 @@ CASES = {
     ),
     "gemma": ("Gemma", {**ODD, **HEADS}),
     "glm": ("Glm", {**ODD, **HEADS, "head_dim": 8, "attention_bias": False}),
+    "glm, an odd number of rotated channels": ("Glm", {**ODD, **HEADS}),
     "glm4": ("Glm4", {**ODD, **HEADS, "head_dim": 8}),
     "internlm3, a dynamic llama": (
         "InternLM3",
@@ -183,6 +214,33 @@ CASES = {
     "seed_oss": (
         "SeedOss",
         {**ODD, **HEADS, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
+    ),
+    "vaultgemma": ("VaultGemma", {**ODD, **HEADS, "sliding_window": 5}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {**ODD, **HEADS, "attention_bias": True, "tie_word_embeddings": True}
+        | rope(rope_type="dynamic", alpha=50.0, factor=1.0),
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {**ODD_MOE, **HEADS, "num_key_value_heads": 1, "num_experts": 4, "moe_topk": 2},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**ODD_MOE, **LATENT, "n_shared_experts": 2, "routed_scaling_factor": 1.3}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rms_norm_eps": 1e-3},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**ODD_MOE, **LATENT, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
+        | {"index_topk": 5, "index_head_dim": 6, "index_n_heads": 12},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rotary_dim": 4, "tie_word_embeddings": True},
     ),
     "dots1": (
         "Dots1",
@@ -232,14 +290,36 @@ CASES = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {**ODD, **HEADS, **DELTA, "head_dim": 12, "tie_word_embeddings": True}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {**ODD_MOE, **HEADS, **DELTA, "head_dim": 8, "full_attention_interval": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"shared_expert_intermediate_size": 6, "num_key_value_heads": 1},
+    ),
     "qwen3_next": (
         "Qwen3Next",
         {**ODD_MOE, **HEADS, "head_dim": 8, "num_hidden_layers": 4}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
         | {"shared_expert_intermediate_size": 6, "mlp_only_layers": [1]}
-        | {"full_attention_interval": 2, "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 4, "linear_key_head_dim": 4}
-        | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "intermediate_size": 12},
+        | {"full_attention_interval": 2, "intermediate_size": 12, **DELTA},
+    ),
+    "lfm2": (
+        "Lfm2",
+        {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1, "conv_bias": True}
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+        | {"block_multiple_of": 7, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**ODD_MOE, **EVEN, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"moe_intermediate_size": 8, "tie_word_embeddings": False}
+        | {"routed_scaling_factor": 1.4},
     ),
     "bamba": (
         "Bamba",
@@ -296,6 +376,9 @@ what the model does: its outer default stands."""
 HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",
     "InternLM3": "LlamaForCausalLM",
 }

@@ -18,6 +18,10 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
+# Buffers of theirs that take part in what a model computes.
+UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+ROUTED_IN_FLOAT32 = ("glm4_moe", "dots1", "ernie4_5_moe", "lfm2_moe", "hunyuan_v1_moe")
+ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2", "deepseek_v32")
 VOCAB, LENGTH, NEW = 37, 23, 2
 # transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.
 ROUNDING = 2e-5
@@ -31,7 +35,7 @@ def theirs(name, folder):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
         for path, buffer in model.named_buffers():
-            if path.endswith("e_score_correction_bias"):
+            if path.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder / "hf")
     tokens = torch.randint(VOCAB - 1, (2, LENGTH))
@@ -81,7 +85,7 @@ def scored(run, tokens, **degrees):
     gradients = {
         name: [(piece.offsets, piece.lengths, piece.data.clone()) for piece in shard.pieces]
         for name, shard in named_shards(model).items()
-        if not name.endswith(".expert_bias")
+        if not name.endswith((".expert_bias", ".output_scale.weight"))
     }
     ctx.destroy()
     return logits.detach(), loss.detach(), gradients
@@ -125,6 +129,8 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "cohere",
         "phi3 longrope",
         "qwen3_next",
+        "gemma4_text with vectors for each layer",
+        "lfm2",
         "granitemoehybrid",
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
@@ -164,7 +170,7 @@ def same_from_a_cache(run, tokens, logits, name, text):
             cache.advance(piece.shape[1])
             found.append(model.logits(hidden))
     # These routers compute in float32 whatever the model's dtype, theirs likewise.
-    bound = 1e-6 if name in ("glm4_moe", "dots1", "ernie4_5_moe") else 1e-10
+    bound = 1e-6 if name in ROUTED_IN_FLOAT32 else 1e-10
     assert error(torch.cat(found).transpose(0, 1), logits) < bound
     assert_written(model, tokens, logits, text)
     ctx.destroy()

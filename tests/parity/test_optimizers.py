@@ -18,6 +18,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "soap": {"optimizer": "soap", "soap_precondition_frequency": 2},
     "lion": {"optimizer": "lion"},
     "sgd": {"optimizer": "sgd"},
+    "adafactor": {"optimizer": "adafactor"},
+    "schedule_free": {"optimizer": "schedule_free", "lr_decay_style": "constant"},
+    "average": {"ema_decay": 0.5},
 }
 
 

@@ -89,7 +89,7 @@ def test_switches_choose_the_activation(changes, wanted):
             "--use-rope-scaling has no effect without --position-embedding-type rope",
         ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be above 0 and at most 1"),
-        ({"rotary_percent": 0.05}, "rotates 3: that must be an even number"),
+        ({"rotary_percent": 0.02}, "rotates 1: that must be 2 or more"),
         (
             {"rotary_seq_len_interpolation_factor": 0.0},
             "interpolation-factor 0.0 must be above",

@@ -71,10 +71,11 @@ def test_a_window_forgets_what_no_layer_carries_on():
     assert changed.tolist() == [3 <= place <= 7 for place in range(12)]
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.3)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_losses_are_cross_entropy_of_the_true_vocabulary(label_smoothing, tied):
-    model = gpt({"untie_embeddings_and_output_weights": not tied})
+def test_losses_are_cross_entropy_of_the_true_vocabulary(label_smoothing, z_loss, tied):
+    options = {"label_smoothing": label_smoothing, "z_loss_coeff": z_loss}
+    model = gpt({"untie_embeddings_and_output_weights": not tied, **options})
     ids, labels = tokens(), tokens(seed=1)
     hidden, _ = model(ids)
     want = F.cross_entropy(
@@ -85,8 +86,9 @@ def test_losses_are_cross_entropy_of_the_true_vocabulary(label_smoothing, tied):
     )
     got = model.token_losses(hidden, labels, label_smoothing)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    want = want + z_loss * model.logits(hidden)[..., :VOCAB].logsumexp(-1).square().t()
     weights = torch.rand(2, 12, dtype=torch.float64)
-    total, losses = model.loss(hidden, labels, weights, label_smoothing)
+    total, losses = model.loss(hidden, labels, weights)
     torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, (want * weights).sum(), rtol=1e-12, atol=1e-12)
     parameters = list(model.parameters())

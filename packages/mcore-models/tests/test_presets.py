@@ -278,6 +278,15 @@ def test_every_preset_has_the_published_number_of_parameters():
         "nemotron-4-340b": 341,
         "bamba-9b": 9.78,
         "qwen3-next-80b-a3b": 80,
+        "deepseek-v3.2": 672,
+        "gemma-4-31b": 30.7,
+        "gemma-4-e2b": 2.3 + 2.35,  # without the vectors of the layers, and these
+        "qwen3.5-27b": 27,
+        "qwen3.5-35b-a3b": 35,
+        "lfm2-8b-a1b": 8.3,
+        "hunyuan-7b": 7.5,
+        "minimax-m2": 230,
+        "glm-4.7-flash": 30,
     }
     alike = {"llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b"}
     for name, preset in known.items():

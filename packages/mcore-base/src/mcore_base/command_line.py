@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
 NUMBERS = {int: "a whole number", float: "a number"}
 HELP_COLUMN = 34
+PAGES = "docs/flags"
+"""Folder of the pages of all options, in the repository and on its site."""
 LIKENESS = 0.8
 """Smallest similarity (difflib) at which a name is suggested for an unknown name."""
 LAYER_LETTERS = frozenset("M*-EGP[]|/")
@@ -490,7 +492,21 @@ def help_text(
     if len(chosen) < len(options):
         lines += ["", f"{len(chosen)} of {len(options)} options; --help-all shows all of them."]
         lines += [_topics(topics)]
+    if chosen and program.startswith("mcore-"):
+        page = f"{PAGES}/{program.split(maxsplit=1)[0]}.md#{anchor_of(chosen[0], program)}"
+        lines += ["", f"page: {page}"]
     return "\n".join(lines)
+
+
+def anchor_of(option: Option, program: str) -> str:
+    """Return the anchor of an option on its program's page of options.
+
+    Options of config modules have one meaning in all commands; others carry their command.
+    """
+    name = option.name.replace("_", "-")
+    if is_dataclass(option.owner) and option.owner.__module__.endswith("config"):
+        return name
+    return "-".join([*program.split()[1:], name]).lower()
 
 
 def _topics(topics: list[str]) -> str:

@@ -175,7 +175,8 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     """Average the weights of several checkpoints of one model.
 
     Args:
-        folders: Two or more run or step folders.
+        folders: Run or step folders; of one alone, the average that its run kept (--ema-decay
+            or --optimizer schedule_free of mcore-train).
         output: Run folder that gets the release.
     """
     from mcore_ckpt.conversion.resharding import average as mean

@@ -32,6 +32,14 @@ LATENT = {
     "moe_intermediate_size": 8,
     "first_k_dense_replace": 1,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+CONVS = {"layer_types": ["conv", "full_attention"]}
 MASKED = {"num_attention_heads": 3, "max_position_embeddings": 19}
 MAMBA = {
     "mamba_n_heads": 6,
@@ -71,6 +79,13 @@ CONFIGS = {
     | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
     **dict.fromkeys(("cwm", "ernie4_5", "gemma", "glm", "glm4"), ROPE | HEAD),
     **dict.fromkeys(("arcee", "internlm3", "ministral", "seed_oss"), ROPE | HEAD),
+    **dict.fromkeys(("vaultgemma", "hunyuan_v1_dense"), ROPE | HEAD),
+    "hunyuan_v1_moe": ROPE | HEAD | {"num_experts": 3, "moe_topk": 2},
+    "glm4_moe_lite": ROPE | LATENT | {"q_lora_rank": 9},
+    "deepseek_v32": ROPE
+    | LATENT
+    | {"q_lora_rank": 9, "index_head_dim": 6, "index_n_heads": 3, "index_topk": 5},
+    "minimax_m2": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
     "ernie4_5_moe": ROPE
     | HEAD
     | {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 8}
@@ -100,6 +115,10 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
+    "gemma4_text": ROPE
+    | HEAD
+    | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 14}
+    | {"hidden_size_per_layer_input": 4},
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
     "deepseek_v3": ROPE | LATENT | {"q_lora_rank": 9, "num_nextn_predict_layers": 1},
     "kimi_k2": ROPE | LATENT | {"q_lora_rank": 9},
@@ -114,8 +133,19 @@ CONFIGS = {
     | HEAD
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2}
-    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
-    | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3},
+    | DELTA,
+    "qwen3_5_text": ROPE | HEAD | DELTA | {"full_attention_interval": 2},
+    "qwen3_5_moe_text": ROPE
+    | HEAD
+    | DELTA
+    | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2},
+    "lfm2": ROPE | HEADS | {"conv_L_cache": 4} | CONVS,
+    "lfm2_moe": ROPE
+    | HEADS
+    | CONVS
+    | {"conv_L_cache": 4, "num_experts": 3, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 8, "num_dense_layers": 1},
     "bamba": ROPE
     | {"num_attention_heads": 6, "num_key_value_heads": 2}
     | MAMBA
@@ -138,7 +168,7 @@ COUNTS = {
     "num_nextn_predict_layers",
 } | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
-    "moe_layer_start_index",
+    *("moe_layer_start_index", "num_dense_layers"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
     *("mamba_expand", "rope_parameters", "layers_block_type", "num_mem_blocks"),
     "use_shared_attention_adapter",
@@ -152,6 +182,15 @@ SHAPELESS = {
     ("olmoe", "num_experts_per_tok"),
     ("qwen2_moe", "num_experts_per_tok"),
     ("qwen3_next", "num_experts_per_tok"),
+    ("qwen3_5_moe_text", "num_experts_per_tok"),
+    ("qwen3_5_moe_text", "intermediate_size"),
+    ("hunyuan_v1_moe", "moe_topk"),
+    ("lfm2", "intermediate_size"),  # both are rounded up to 256
+    ("lfm2_moe", "num_experts_per_tok"),
+    ("glm4_moe_lite", "num_experts_per_tok"),
+    ("minimax_m2", "num_experts_per_tok"),
+    ("deepseek_v32", "num_experts_per_tok"),
+    ("deepseek_v32", "index_topk"),
     ("qwen3_next", "intermediate_size"),
     ("granitemoehybrid", "num_experts_per_tok"),
     ("gpt_oss", "num_experts_per_tok"),

@@ -21,6 +21,7 @@ from mcore_models.logical_tensors import (
     ffn_size,
     head_dim,
     is_gated,
+    layer_config,
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
@@ -43,6 +44,8 @@ def tree(model: ModelDescription) -> Iterator[str]:
     table = f"{model.vocab_size:,} tokens x {config.hidden_size:,}"
     yield f"embedding  {table}  [{size('embedding.')}]"
     yield f"positions  {places}"
+    if config.per_layer_embedding_size:
+        yield f"vectors of the layers  [{size('per_layer_embedding.')}]"
     if isinstance(config, T5Config):
         yield from _stacks(config, size)
     elif isinstance(config, BertConfig):
@@ -119,11 +122,16 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             yield f"attention  {', '.join(_attention(model, layer))}"
         elif mixer == "mlp":
             gate = "gated " if is_gated(config) else ""
-            yield f"mlp  {ffn_size(config):,} wide, {gate}{activation(config)}"
+            width = ffn_size(layer_config(config, layer))
+            yield f"mlp  {width:,} wide, {gate}{activation(config)}"
         elif mixer == "delta_net":
             keys, values = config.linear_num_key_heads, config.linear_num_value_heads
             widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"
             yield f"gated delta net  {keys} key and {values} value heads of {widths}"
+        elif mixer == "short_conv":
+            yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
+        elif mixer == "layer_input":
+            yield f"vector of the layer  {config.per_layer_embedding_size} wide"
         elif mixer == "moe":
             yield f"experts  {', '.join(_experts(model, model.moe))}"
         elif mixer == "mla":
@@ -152,7 +160,7 @@ def _mamba(model: ModelDescription) -> Iterator[str]:
 
 
 def _attention(model: ModelDescription, layer: int) -> Iterator[str]:
-    config = model.config
+    config = layer_config(model.config, layer)
     heads, groups = config.num_attention_heads, num_kv_heads(config)
     yield f"{heads} heads of {head_dim(config)}"
     if groups != heads:
@@ -163,6 +171,10 @@ def _attention(model: ModelDescription, layer: int) -> Iterator[str]:
         yield f"chunks of {chunk(config, layer):,}"
     if config.position_embedding_type == "rope" and not is_rotated(config, layer):
         yield "no rotation"
+    if config.num_kv_shared_layers:
+        yield "keys and values of another layer"
+    if config.attention_k_eq_v:
+        yield "keys as values"
     if config.qk_layernorm:
         yield "norms of queries and keys"
     if config.attention_output_gate:

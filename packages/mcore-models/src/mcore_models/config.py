@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from mcore_base.options import ON, Because, Options, Rule, When, flag, listed, option, rules
-from mcore_models.layer_patterns import further_letters, pattern_layers, read_pattern
+from mcore_models.layer_patterns import further_letters, is_local, layers_skip, pattern_layers
 from mcore_models.logical_tensors import expert_size, head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
@@ -54,6 +54,13 @@ _DELTA_NET = (
         "G in --hybrid-override-pattern",
     ),
 )
+_SHORT_CONV = (
+    When(
+        "hybrid_override_pattern",
+        lambda pattern: "C" in _letters_of(pattern),
+        "C in --hybrid-override-pattern",
+    ),
+)
 
 
 def _wrong_heads(values: Any) -> str:
@@ -72,14 +79,15 @@ def _wrong_rotation(values: Any) -> Iterator[str]:
     if values.position_embedding_type != "rope":
         return
     size = rotary_size(values)
-    if size < 2 or size % 2:
+    if size < 2 or size + size % 2 > head_dim(values):
         yield (
             f"--rotary-percent {values.rotary_percent} of heads of {head_dim(values)} channels "
-            f"rotates {size}: that must be an even number, 2 or more."
+            f"rotates {size}: that must be 2 or more, in pairs that fit into the head."
         )
         return
     for name in ("longrope_short_factor", "longrope_long_factor"):
-        count, wanted = len(getattr(values, name)), size // 2 * (values.rope_type == "longrope")
+        pairs = (size + 1) // 2
+        count, wanted = len(getattr(values, name)), pairs * (values.rope_type == "longrope")
         if count != wanted:
             yield f"{flag(name)} has {count} factors: it must have {wanted}."
 
@@ -91,6 +99,20 @@ def _wrong_layers(values: Any, name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _wrong_sharing(values: Any) -> str:
+    """Return why layers cannot read keys of earlier ones; empty if they can."""
+    shared, count = values.num_kv_shared_layers, values.num_layers
+    if not shared or _wrong_layers(values, "window_attn_skip_freq"):
+        return ""
+    kinds = [is_local(values, layer) for layer in range(count)]
+    if shared < count and {*kinds[count - shared :]} <= {*kinds[: count - shared]}:
+        return ""
+    return (
+        f"--num-kv-shared-layers {shared} of --num-layers {count}: before them there must be a "
+        "layer with a window if one of them has a window, and one without if one has none."
+    )
 
 
 def _several_activations(values: Any) -> str:
@@ -229,12 +251,14 @@ class TransformerConfig(Options):
     )
     """Context, in tokens, of the model before its wavelengths were stretched."""
 
-    rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = option(
+    rope_type: Literal["rope", "yarn", "dynamic", "longrope", "proportional"] = option(
         "rope", needs={"position_embedding_type": "rope"}
     )
     """Scaling of rotary wavelengths for longer contexts: none (rope), as YaRN does, by a base
-    that grows with the sequence (dynamic), or by a factor for each channel (longrope).
-    Megatron's default: yarn with latent attention."""
+    that grows with the sequence (dynamic), or by a factor for each channel (longrope);
+    proportional: wavelengths and pairs of complete heads, of which only the share
+    --rotary-percent rotates, in layers with --rotary-base (Gemma 4). Megatron's default: yarn
+    with latent attention."""
 
     rotary_scaling_factor: float = option(
         40.0, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
@@ -319,6 +343,12 @@ class TransformerConfig(Options):
     with its own weight and no bias (Command R+); layer: all heads of a layer as one
     (OLMo-2)."""
 
+    qk_norm_after_rope: bool = option(
+        False, idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
+    )
+    """With --qk-layernorm: norm each head's queries and keys after they are rotated
+    (Hunyuan)."""
+
     qk_l2_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
 
@@ -346,7 +376,23 @@ class TransformerConfig(Options):
     )
     """Give each head a learned share of attention without a value: a sink (gpt-oss)."""
 
-    # Attention: windows, chunks, temperature.
+    value_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
+    """Divide each head's values by their root mean square, without weights (Gemma 4)."""
+
+    num_kv_shared_layers: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        excludes={
+            "hybrid_override_pattern": Because("whose layers have keys of their own"),
+            "mtp_num_layers": Because("which have keys of their own"),
+            "cuda_graph_impl": Because("which runs layers one by one", "local"),
+        },
+    )
+    """Last layers without keys and values of their own: each reads those of the last other
+    layer that has a window as it has, or none (Gemma 3n)."""
+
+    # Attention: layers with and without a window.
 
     window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
     """Tokens before and after a query's own that it attends to; -1 before: all. The second is 0
@@ -357,6 +403,30 @@ class TransformerConfig(Options):
     )
     """Layers without the window of the others: "N" for every N-th, or a list with 0 (all
     tokens) or 1 (window) for each layer; "0": none."""
+
+    global_kv_channels: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """Width of one head in layers without the window of others; 0: as in those (Gemma 4)."""
+
+    global_num_query_groups: int = option(
+        0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """Key/value heads of layers without the window of others; 0: as in those."""
+
+    attention_k_eq_v: bool = option(
+        False,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
+    """In layers without the window of others, values are the keys before these are normed and
+    rotated, and have no projection (Gemma 4)."""
 
     attention_chunk_size: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
@@ -398,6 +468,23 @@ class TransformerConfig(Options):
     v_head_dim: int = option(128, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's values."""
 
+    dsa_indexer_topk: int = option(
+        0,
+        minimum=0,
+        part_of={"multi_latent_attention": ON},
+        needs={"q_lora_rank": ON, "position_embedding_type": "rope"},
+        excludes={"qk_clip": Because("which does not see which keys are selected")},
+        shrinks_to=8,
+    )
+    """Keys that a token attends to, selected by an indexer (DeepSeek-V3.2); 0: all. The indexer
+    is not trained."""
+
+    dsa_indexer_n_heads: int = option(64, above=0, part_of={"dsa_indexer_topk": ON})
+    """Heads of the indexer. Megatron's default: none."""
+
+    dsa_indexer_head_dim: int = option(128, above=0, part_of={"dsa_indexer_topk": ON})
+    """Channels of a head of the indexer. Megatron's default: none."""
+
     # Feed-forward layers.
 
     swiglu: bool = True
@@ -419,6 +506,9 @@ class TransformerConfig(Options):
     exact_geglu: bool = False
     """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
+    use_double_wide_mlp: bool = option(False, needs={"num_kv_shared_layers": ON})
+    """Feed-forward layers of --num-kv-shared-layers are twice as wide."""
+
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
     """Clamp gates from above and up-projections on both sides before they multiply; 0: off."""
 
@@ -436,6 +526,33 @@ class TransformerConfig(Options):
     make_vocab_size_divisible_by: int = option(128, minimum=1)
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
 
+    per_layer_embedding_size: int = option(
+        0,
+        minimum=0,
+        shrinks_to=4,
+        excludes={
+            "hybrid_override_pattern": Because("whose layers have letters"),
+            "mtp_num_layers": Because("which have no such vectors"),
+            "parallel_residual": Because(
+                "which has one sum for a layer", "two_norms", "one_norm"
+            ),
+            "cuda_graph_impl": Because("which runs layers one by one", "local"),
+        },
+    )
+    """Width of a vector of each token that every layer adds to its stream, from a table of all
+    layers (Gemma 3n); 0: none."""
+
+    layer_output_scale: bool = option(
+        False,
+        excludes={
+            "parallel_residual": Because(
+                "which has one sum for a layer", "two_norms", "one_norm"
+            )
+        },
+    )
+    """Multiply the residual stream after each layer by a number of the layer that is not
+    trained (Gemma 4)."""
+
     embedding_multiplier: float = option(1.0, above=0)
     """Factor on embeddings."""
 
@@ -448,7 +565,15 @@ class TransformerConfig(Options):
     final_logit_softcapping: float = option(0.0, minimum=0)
     """Cap the scores of the vocabulary by c x tanh(score / c); 0: no cap."""
 
-    # Dropout and initial weights.
+    # Regularization of the loss, dropout and initial weights.
+
+    label_smoothing: float = option(0.0, minimum=0, below=1)
+    """Share of each target that is spread evenly over the vocabulary, in training alone:
+    against overconfident scores on noisy labels. The log has the smoothed loss."""
+    z_loss_coeff: float = option(0.0, minimum=0)
+    """Adds so many times the squared logarithm of the softmax's sum to each token's loss, in
+    training alone: keeps the scores of the vocabulary from drifting, which 16 bits round. PaLM
+    used 1e-4."""
 
     hidden_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping a channel before it joins the residual stream. Megatron's
@@ -519,10 +644,10 @@ class TransformerConfig(Options):
 
     hybrid_override_pattern: str = ""
     """One letter for each layer instead of attention and feed-forward in each: M Mamba-2, G
-    gated delta net, * attention, - feed-forward, E experts; letters in brackets are one layer
-    of several, [G-]; | between pipeline stages, a layout of this run that checkpoints do not
-    store; / before the letters of each layer of multi-token prediction, /*-. Empty: a
-    transformer."""
+    gated delta net, C gated short convolution, * attention, - feed-forward, E experts; letters
+    in brackets are one layer of several, [G-]; | between pipeline stages, a layout of this run
+    that checkpoints do not store; / before the letters of each layer of multi-token
+    prediction, /*-. Empty: a transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Size of the state of each channel of a Mamba head."""
@@ -578,7 +703,19 @@ class TransformerConfig(Options):
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
     """Kernel size of the convolution of a gated delta net, its own token included."""
 
+    short_conv_kernel_dim: int = option(3, minimum=1, part_of=_SHORT_CONV)
+    """Kernel size of a gated short convolution, its own token included."""
+
+    short_conv_bias: bool = option(False, part_of=_SHORT_CONV)
+    """Biases of a gated short convolution and its two linears."""
+
     rules = (
+        Rule(
+            ("label_smoothing", "z_loss_coeff", "is_causal"),
+            lambda v: (v.label_smoothing or v.z_loss_coeff) and not v.is_causal,
+            "--label-smoothing and --z-loss-coeff change the loss of mcore-train gpt, not of "
+            "BERT or T5: leave them out.",
+        ),
         Rule(
             ("moe_experts_dtype", "hidden_size", "moe_latent_size"),
             lambda v: (
@@ -617,6 +754,12 @@ class TransformerConfig(Options):
             lambda v: v.qk_pos_emb_head_dim % 2,
             "--qk-pos-emb-head-dim {qk_pos_emb_head_dim} must be even: channels are rotated in "
             "pairs.",
+        ),
+        Rule(
+            ("dsa_indexer_head_dim", "qk_pos_emb_head_dim", "dsa_indexer_topk"),
+            lambda v: v.dsa_indexer_topk and v.dsa_indexer_head_dim < v.qk_pos_emb_head_dim,
+            "--dsa-indexer-head-dim {dsa_indexer_head_dim} must be --qk-pos-emb-head-dim, "
+            "{qk_pos_emb_head_dim}, or more: these channels are rotated.",
         ),
         Rule(
             ("position_embedding_type", "multi_latent_attention"),
@@ -664,6 +807,33 @@ class TransformerConfig(Options):
             ("qk_norm_width", "normalization"),
             lambda v: v.qk_norm_width == "layer" and v.normalization != "RMSNorm",
             "--qk-norm-width layer needs --normalization RMSNorm.",
+        ),
+        Rule(
+            ("qk_norm_width", "qk_norm_after_rope"),
+            lambda v: v.qk_norm_width == "layer" and v.qk_norm_after_rope,
+            "--qk-norm-after-rope norms each head: use --qk-norm-width head or own_head.",
+        ),
+        Rule(
+            ("global_kv_channels", "rotary_base_local", "position_embedding_type"),
+            lambda v: (
+                v.global_kv_channels
+                and v.position_embedding_type == "rope"
+                and not v.rotary_base_local
+            ),
+            "--global-kv-channels {global_kv_channels} needs --rotary-base-local: the rotary "
+            "positions of heads of another width.",
+        ),
+        Rule(
+            ("global_num_query_groups", "num_attention_heads"),
+            lambda v: (
+                v.global_num_query_groups and v.num_attention_heads % v.global_num_query_groups
+            ),
+            "--num-attention-heads {num_attention_heads} cannot share "
+            "--global-num-query-groups {global_num_query_groups}: groups must divide heads.",
+        ),
+        Rule(
+            ("num_kv_shared_layers", "num_layers", "window_attn_skip_freq", "window_size"),
+            _wrong_sharing,
         ),
         Rule(
             ("use_mup", "mup_base_hidden_size"),
@@ -910,9 +1080,11 @@ class KernelConfig(Options):
 
 
 def rotary_size(config: TransformerConfig) -> int:
-    """Return the number of channels of each head that rotate."""
+    """Return the number of channels of each head that rotate; one more does if it is odd."""
     if config.multi_latent_attention:
         return config.qk_pos_emb_head_dim
+    if config.rope_type == "proportional":
+        return head_dim(config)
     return int(head_dim(config) * config.rotary_percent)
 
 
@@ -941,14 +1113,6 @@ def chunk(config: TransformerConfig, layer: int) -> int:
     return config.attention_chunk_size if is_local(config, layer) else 0
 
 
-def is_local(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer (counted from 0) attends within a window or a chunk."""
-    if config.window_size[0] < 0 and not config.attention_chunk_size:
-        return False
-    text = config.window_attn_skip_freq
-    return not layers_skip(text, config.num_layers, "window_attn_skip_freq", ones=False)[layer]
-
-
 def is_rotated(config: TransformerConfig, layer: int) -> bool:
     """Whether a layer (counted from 0) rotates its queries and keys."""
     if config.position_embedding_type != "rope":
@@ -968,28 +1132,6 @@ def yarn_magnitude(factor: float, scale: float) -> float:
         Peng et al. 2023, YaRN, arXiv:2309.00071, equation 22.
     """
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
-    """Return for each layer whether it skips a feature.
-
-    Args:
-        text: "N" for every N-th layer, "0" for none, or a list with 0 or 1 for each layer.
-        num_layers: number of layers.
-        name: of the field, for errors.
-        ones: whether 1 in a list means skipped.
-    """
-    pattern = read_pattern(text, flag(name))
-    if isinstance(pattern, int):
-        if pattern < 0:
-            raise ValueError(f"{flag(name)} {pattern} must be 0 or more.")
-        return tuple(pattern > 0 and (i + 1) % pattern == 0 for i in range(num_layers))
-    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
-        raise ValueError(
-            f"{flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
-            f"it holds {len(pattern)} entries."
-        )
-    return tuple((entry == 1) == ones for entry in pattern)
 
 
 def sizes_of_pattern(pattern: str) -> dict[str, int]:

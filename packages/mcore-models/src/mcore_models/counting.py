@@ -113,7 +113,9 @@ class CountOptions:
     bf16: bool = False
     """Weights and activations in bfloat16; main weights and optimizer in float32."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
+        "adam"
+    )
     """Optimizer whose state is counted."""
 
     gpu: str = ""

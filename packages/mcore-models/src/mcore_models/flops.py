@@ -25,6 +25,7 @@ from mcore_models.logical_tensors import (
     further_mixers,
     head_dim,
     is_gated,
+    layer_config,
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
@@ -128,10 +129,15 @@ def model_flops(
     weights += sum(matrices.values()) - lookup - routed + active
     mixers, last = layer_mixers(config, moe), config.num_layers - 1
     mixers += (further_mixers(config, moe),) * config.mtp_num_layers
-    # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
+    # Pairs of query and key, doubled (L * L in a causal layer of L tokens), times channels.
+    sizes = [layer_config(config, layer) for layer in range(config.num_layers)]
+    channels = [head_dim(one) + value_dim(one) for one in sizes]
     pairs = sum(
-        _doubled_pairs(
-            length, window(config, min(layer, last)), chunk(config, min(layer, last))
+        channels[min(layer, last)]
+        * _doubled_pairs(
+            length,
+            config.dsa_indexer_topk - 1 if name == "mla" else window(config, min(layer, last)),
+            chunk(config, min(layer, last)),
         )
         for length in seq_lengths
         for layer, names in enumerate(mixers)
@@ -146,9 +152,8 @@ def model_flops(
     memories = num_nets * delta_sizes(config).values * config.linear_key_head_dim
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
     tokens = sum(seq_lengths)
-    channels = head_dim(config) + value_dim(config)
     recurrent = tokens * (12 * states + 18 * memories)
-    return 6 * tokens * weights + 3 * N * channels * pairs + recurrent
+    return 6 * tokens * weights + 3 * N * pairs + recurrent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,7 +361,8 @@ def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
         kind = "experts" if ".experts." in name else "layers"
-        if name.partition(".")[0] in ("embedding", "position_embedding", "head"):
+        ends = ("embedding", "position_embedding", "per_layer_embedding", "head")
+        if name.partition(".")[0] in ends:
             kind = "head" if name.startswith("head") else "embedding"
         counts[kind] += prod(shape)
     return counts
@@ -452,4 +458,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         "delta_net": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
+        # B, C and x, the gated input, and the convolution before and after its gate.
+        "short_conv": 6 * config.hidden_size,
+        "layer_input": 3 * config.per_layer_embedding_size,
     }

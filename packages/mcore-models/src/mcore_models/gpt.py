@@ -7,6 +7,7 @@ losses are returned next to the stream, as a second root of backward.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import build_inputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
+from mcore_models.layers.per_layer_embedding import PerLayerEmbedding
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
 from mcore_models.logical_tensors import further_mixers
@@ -40,6 +42,7 @@ class GPT(StageModel, MTPLanguageModel):
             ``mtp``.
         position_embedding: learned positions, on the first stage.
         embedding_norm: norm of the embeddings, on the first stage.
+        per_layer_embedding: vectors that the layers add, on the first stage.
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
@@ -90,6 +93,11 @@ class GPT(StageModel, MTPLanguageModel):
             )
         if stage.has_embedding and config.embedding_layernorm:
             self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
+        if stage.has_embedding and config.per_layer_embedding_size:
+            split = self.vocab_split()
+            self.per_layer_embedding = PerLayerEmbedding(
+                config, ctx, self.vocab_size, vocab_split=split, **factory_kwargs
+            )
 
     def forward(
         self,
@@ -133,9 +141,13 @@ class GPT(StageModel, MTPLanguageModel):
             is_counted=is_counted,
         )
         positions = self._positions(positions, num_tokens, state, x.device)
+        layer_inputs = None
         if self.stage.has_embedding:
-            x = self.embedded(x, positions)
+            tokens, x = x, self.embedded(x, positions)
+            if self.config.per_layer_embedding_size:
+                layer_inputs = self.per_layer_embedding(tokens, x)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
+        inputs = replace(inputs, layer_inputs=layer_inputs)
         blocks = list(self.blocks.values())
         stream = self.run_blocks(blocks, x, inputs, self.training and state is None)
         if not self.is_normed:
@@ -215,17 +227,16 @@ class GPT(StageModel, MTPLanguageModel):
         hidden: Float[Tensor, "s B D"],
         labels: Int[Tensor, "B S"],
         weights: Float[Tensor, "B S"],
-        label_smoothing: float = 0.0,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
         """Return the weighted sum of token losses; full logits are never in memory.
 
-        The sum must be a root of backward; otherwise use ``token_losses``.
+        With the label smoothing and the z-loss of the config, which ``token_losses``, by which
+        a model is scored, does not have. The sum must be a root of backward.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
             weights: of the token losses: mask divided by the global count of valid tokens.
-            label_smoothing: share of the target spread over the vocabulary.
 
         Returns:
             The sum, and every token's loss without a gradient.
@@ -238,7 +249,8 @@ class GPT(StageModel, MTPLanguageModel):
             vocab_size=self.vocab_size,
             axis=self.tp,
             sequence_parallel=self.sequence_parallel,
-            label_smoothing=label_smoothing,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss_coeff,
             softcap=self.config.final_logit_softcapping,
         )
 

@@ -6,6 +6,7 @@ The standard library only, so that config files may import it.
 import ast
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 PATTERN_MIXERS: Mapping[str, str] = {
     "M": "mamba",
@@ -13,6 +14,7 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "-": "mlp",
     "E": "moe",
     "G": "delta_net",
+    "C": "short_conv",
 }
 """Mixer of each letter of ``--hybrid-override-pattern``."""
 
@@ -75,6 +77,45 @@ def further_letters(pattern: str) -> str:
 def join_layers(layers: Iterable[str]) -> str:
     """Write layers as a hybrid pattern; inverse of ``pattern_layers``."""
     return "".join(one if len(one) == 1 else f"[{one}]" for one in layers)
+
+
+def is_local(config: Any, layer: int) -> bool:
+    """Whether a layer (counted from 0) attends within a window or a chunk.
+
+    Args:
+        config: any object with the fields of ``TransformerConfig``.
+        layer: number of the layer.
+    """
+    if config.window_size[0] < 0 and not config.attention_chunk_size:
+        return False
+    text = config.window_attn_skip_freq
+    return not layers_skip(text, config.num_layers, "window_attn_skip_freq", ones=False)[layer]
+
+
+def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
+    """Return for each layer whether it skips a feature.
+
+    Args:
+        text: "N" for every N-th layer, "0" for none, or a list with 0 or 1 for each layer.
+        num_layers: number of layers.
+        name: of the field, for errors.
+        ones: whether 1 in a list means skipped.
+    """
+    pattern = read_pattern(text, _flag(name))
+    if isinstance(pattern, int):
+        if pattern < 0:
+            raise ValueError(f"{_flag(name)} {pattern} must be 0 or more.")
+        return tuple(pattern > 0 and (i + 1) % pattern == 0 for i in range(num_layers))
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(
+            f"{_flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
+            f"it holds {len(pattern)} entries."
+        )
+    return tuple((entry == 1) == ones for entry in pattern)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def read_pattern(text: str, flag: str) -> int | list[int]:

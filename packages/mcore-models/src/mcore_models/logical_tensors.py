@@ -9,11 +9,14 @@ mcore-moe's ``MoEConfig``; 0 means "derived" or "none".
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mcore_models.layer_patterns import (
     PATTERN_MIXERS,
     further_letters,
+    is_local,
     pattern_layers,
     read_pattern,
 )
@@ -85,6 +88,50 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in pattern)
 
 
+def global_config(config: Any) -> Any:
+    """Return the config of layers without the window of others, which may have other heads."""
+    sizes = {
+        "kv_channels": config.global_kv_channels or config.kv_channels,
+        "num_query_groups": config.global_num_query_groups or config.num_query_groups,
+    }
+    return _changed(config, sizes)
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """Return the config of one layer, with the sizes that it has.
+
+    In it ``num_kv_shared_layers`` is 0 unless the layer reads keys of another one,
+    ``attention_k_eq_v`` is true only if its own values are its keys, and ``ffn_hidden_size`` is
+    its own. A config without such fields is returned unchanged.
+
+    Args:
+        config: of the model.
+        layer: global number of the layer.
+    """
+    has_windows = config.window_size[0] >= 0 or config.attention_chunk_size > 0
+    is_global = has_windows and not is_local(config, layer)
+    shares = layer >= config.num_layers - config.num_kv_shared_layers
+    found = global_config(config) if is_global else config
+    width = ffn_size(config) * (1 + (config.use_double_wide_mlp and shares))
+    fields = {
+        "attention_k_eq_v": config.attention_k_eq_v and is_global,
+        "num_kv_shared_layers": config.num_kv_shared_layers if shares else 0,
+        "use_double_wide_mlp": False,
+        "ffn_hidden_size": width if config.use_double_wide_mlp else config.ffn_hidden_size,
+    }
+    return _changed(found, fields)
+
+
+def _changed(config: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a config with other values; the same object if all are its own."""
+    new = {name: value for name, value in fields.items() if getattr(config, name) != value}
+    if not new:
+        return config
+    if is_dataclass(config) and not isinstance(config, type):
+        return replace(config, **new)
+    return SimpleNamespace(**{**vars(config), **new})
+
+
 def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     """Return the mixers of each layer, in order; names of ``MIXER_SHAPES``.
 
@@ -97,7 +144,8 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
         mixers = {**PATTERN_MIXERS, "*": attention}
         return tuple(tuple(mixers[letter] for letter in letters) for letters in layers)
     experts = moe_layers(moe, config.num_layers)
-    return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
+    last = ("layer_input",) if config.per_layer_embedding_size else ()
+    return tuple((attention, "moe" if has_experts else "mlp", *last) for has_experts in experts)
 
 
 def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
@@ -122,6 +170,9 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
     found = []
     for place, mixer in enumerate(mixers):
         before = MIXER_NORMS[mixer]
+        if mixer == "layer_input":  # the stream itself is its input
+            found.append(("", "layer_input_post_norm"))
+            continue
         after = f"{before.removesuffix('_norm')}_post_norm"
         shares = place > 0 and config.parallel_residual == "one_norm"
         is_bare = config.norm_placement == "output" or shares
@@ -188,10 +239,21 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
     if config.embedding_layernorm:
         shapes |= _norm(config, "embedding_norm", D)
-    layers = layer_mixers(config, moe)
-    alike = {mixers: _layer(config, moe, mixers) for mixers in set(layers)}
-    for layer, mixers in enumerate(layers):
-        inside = alike[mixers]
+    if config.per_layer_embedding_size:
+        channels = config.num_layers * config.per_layer_embedding_size
+        shapes |= {
+            "per_layer_embedding.table.weight": (vocab_size, channels),
+            "per_layer_embedding.proj.weight": (channels, D),
+            **_norm(config, "per_layer_embedding.norm", config.per_layer_embedding_size),
+        }
+    # Layers of one kind have the same tensors.
+    known: dict[tuple[Any, ...], dict[str, Shape]] = {}
+    for layer, mixers in enumerate(layer_mixers(config, moe)):
+        sizes = layer_config(config, layer)
+        kind = (mixers, *(getattr(sizes, name) for name in _OF_LAYERS))
+        if kind not in known:
+            known[kind] = _layer(sizes, moe, mixers)
+        inside = known[kind]
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
@@ -212,7 +274,14 @@ def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
         for name in filter(None, norms):
             inside = _norm(config, name, config.hidden_size) | inside
         shapes |= inside
-    return shapes
+    return shapes | ({"output_scale.weight": (1,)} if config.layer_output_scale else {})
+
+
+_OF_LAYERS = (
+    *("kv_channels", "num_query_groups", "ffn_hidden_size", "num_kv_shared_layers"),
+    "attention_k_eq_v",
+)
+"""Fields that ``layer_config`` changes and shapes depend on."""
 
 
 def norm_has_bias(config: Any) -> bool:
@@ -230,13 +299,27 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape
     return weight | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
+def qkv_parts(config: Any) -> tuple[str, ...]:
+    """Return what the first GEMM of an attention layer computes, in order.
+
+    Args:
+        config: of the layer, see ``layer_config``.
+    """
+    own_keys = () if config.num_kv_shared_layers else ("k",)
+    own_values = () if config.num_kv_shared_layers or config.attention_k_eq_v else ("v",)
+    gate = ("gate",) if config.attention_output_gate else ()
+    return ("q", *own_keys, *own_values, *gate)
+
+
 def _attention(config: Any, _: Any) -> dict[str, Shape]:
     D, H, shapes = config.hidden_size, head_dim(config), dict[str, Shape]()
     queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
-    gate = (("gate", queries),) if config.attention_output_gate else ()
-    for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
-        shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
-    for part, width in (("q", queries), ("k", keys)) if config.qk_layernorm else ():
+    widths = {"q": queries, "k": keys, "v": keys, "gate": queries}
+    for part in qkv_parts(config):
+        shapes |= _linear(f"attention.qkv.{part}", widths[part], D, has_qkv_bias(config))
+    normed_parts = [part for part in qkv_parts(config) if part in ("q", "k")]
+    for part in normed_parts if config.qk_layernorm else ():
+        width = widths[part]
         if config.qk_norm_width == "own_head":
             shapes[f"attention.{part}_norm.weight"] = (width // H, H)
         else:
@@ -258,6 +341,15 @@ def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
         shapes["mla.q_up.weight"] = (N * H, config.q_lora_rank)
     else:
         shapes["mla.q.weight"] = (N * H, D)
+    if config.dsa_indexer_topk:
+        heads, channels = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        shapes |= {
+            "mla.indexer.q_up.weight": (heads * channels, config.q_lora_rank),
+            "mla.indexer.k.weight": (channels, D),
+            "mla.indexer.k_norm.weight": (channels,),
+            "mla.indexer.k_norm.bias": (channels,),
+            "mla.indexer.weights.weight": (heads, D),
+        }
     shapes["mla.kv_down.weight"] = (rank + rotated, D)
     if config.qk_layernorm:
         shapes["mla.kv_norm.weight"] = (rank,)
@@ -330,6 +422,22 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
+def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
+    D, bias = config.hidden_size, config.short_conv_bias
+    shapes: dict[str, Shape] = {}
+    for name in ("B", "C", "x"):
+        shapes |= _linear(f"short_conv.in_proj.{name}", D, D, bias)
+    shapes["short_conv.conv1d.x.weight"] = (D, 1, config.short_conv_kernel_dim)
+    if bias:
+        shapes["short_conv.conv1d.x.bias"] = (D,)
+    return shapes | _linear("short_conv.out_proj", D, D, bias)
+
+
+def _layer_input(config: Any, _: Any) -> dict[str, Shape]:
+    D, P = config.hidden_size, config.per_layer_embedding_size
+    return {"layer_input.gate.weight": (P, D), "layer_input.proj.weight": (D, P)}
+
+
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
@@ -337,6 +445,8 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "moe": _experts,
     "mamba": _mamba,
     "delta_net": _delta_net,
+    "short_conv": _short_conv,
+    "layer_input": _layer_input,
 }
 """Functions that list the tensors of each mixer, from the configs of layers and experts."""
 
@@ -347,5 +457,7 @@ MIXER_NORMS: Mapping[str, str] = {
     "moe": "mlp_norm",
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
+    "short_conv": "short_conv_norm",
+    "layer_input": "layer_input_norm",
 }
 """Name of the norm before each mixer."""

@@ -24,6 +24,7 @@ from mcore_parallel.offloading.config import (
 )
 from mcore_parallel.optimizers.config import (
     MATRIX_OPTIMIZERS,
+    AdafactorConfig,
     AdamConfig,
     MainWeightsConfig,
     MuonConfig,
@@ -36,7 +37,7 @@ CODE_BYTES = {"blockwise": 1 + 4 / 128}
 """Bytes of an element with its share of a scale, by recipe; 1 elsewhere."""
 _ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _LINEAR = re.compile(
-    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net)"
+    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv)"
     rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(_ROW_PARALLEL)}))(\.\w+)?\.weight"
 )
 
@@ -183,6 +184,7 @@ class OptimizerChoice:
     sgd: SGDConfig = field(default_factory=SGDConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
 
     def matrices(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the tensors that a matrix optimizer updates; AdamW updates all others."""
@@ -196,14 +198,16 @@ class OptimizerChoice:
             return 4
         if self.name == "sgd":
             return 4 * (self.sgd.sgd_momentum > 0)
-        if in_matrix:  # SOAP keeps all of its state by matrix
+        if self.name == "schedule_free":
+            return 12
+        if in_matrix:  # SOAP and Adafactor keep all of their state by matrix
             return 0
         kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
         return sum(4 - 2 * (kind == "bf16") for kind in kinds)
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes that are kept of a whole matrix where it is computed."""
-        options = self.soap if self.name == "soap" else self.muon
+        options = {"muon": self.muon, "soap": self.soap, "adafactor": self.adafactor}[self.name]
         return 4 * sum(prod(state) for state in options.state_shapes(shape).values())
 
 
@@ -234,6 +238,7 @@ def optimizer_bytes(
     moments += optimizer.element_bytes(in_matrix=True) * own_in_matrices
     has_rows = data_parallel.is_fully_sharded and data_parallel.main_grads_dtype == "fp32"
     has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
+    moments += 4 * (main_weights.ema_decay > 0) * own
     state = moments + 4 * (has_main or has_rows) * own
     movable = state - 4 * has_rows * own
     away = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * movable)

@@ -15,7 +15,10 @@ the fields of ``TransformerConfig``. The standard library only.
 from collections.abc import Iterable
 from typing import Any
 
-TABLES = ("embedding.weight", "position_embedding.weight", "tokentype_embedding.weight")
+TABLES = (
+    *("embedding.weight", "position_embedding.weight", "tokentype_embedding.weight"),
+    "per_layer_embedding.table.weight",
+)
 """Logical matrices whose rows are looked up."""
 _OF_ANY_WIDTH = (*TABLES, "head.weight")
 _NO_SUM_OVER_WIDTH = (".conv1d.weight",)

@@ -9,10 +9,20 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optimizers.config import LionConfig, MuonConfig, SoapConfig
+from mcore_parallel.optimizers.adafactor import Adafactor
+from mcore_parallel.optimizers.adamw import AdamW
+from mcore_parallel.optimizers.config import (
+    AdafactorConfig,
+    AdamConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeConfig,
+    SoapConfig,
+)
 from mcore_parallel.optimizers.lion import Lion
 from mcore_parallel.optimizers.muon import Muon
 from mcore_parallel.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
+from mcore_parallel.optimizers.schedule_free import ScheduleFree
 from mcore_parallel.optimizers.soap import Soap
 
 SHAPES = [(6, 10), (12, 5), (8, 8)]
@@ -35,12 +45,17 @@ def train(rule, dtype, num_steps, lr, weight_decay):
     engine = DataParallel([model], ParallelContext.single(), DataParallelConfig())
     optimizer = DistributedOptimizer(engine, rule)
     for step in range(1, num_steps + 1):
-        engine.zero_grad()
-        engine.finish()
-        for parameter, gradient in zip(model, gradients(step, dtype), strict=True):
-            grad_slot(parameter).main.copy_(gradient)
-        optimizer.step(lr, weight_decay)
+        update(optimizer, model, step, lr, weight_decay)
     return [parameter.detach() for parameter in model]
+
+
+def update(optimizer, model, step, lr, weight_decay, **options):
+    engine = optimizer.data_parallel
+    engine.zero_grad()
+    engine.finish()
+    for parameter, gradient in zip(model, gradients(step, model[0].dtype), strict=True):
+        grad_slot(parameter).main.copy_(gradient)
+    optimizer.step(lr, weight_decay, **options)
 
 
 @pytest.mark.parametrize("use_nesterov", [False, True])
@@ -210,3 +225,68 @@ def test_lion_is_algorithm_2_of_its_paper():
             mean.mul_(0.7).add_(gradient, alpha=0.3)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_adafactor_is_that_of_torch_without_the_scale_of_the_weights():
+    found = train(Adafactor(AdafactorConfig()), torch.float64, 4, 0.1, 0.4)
+    reference = matrices(torch.float64)
+    # torch multiplies the rate by the larger of the root mean square of the weights and eps[1].
+    options = {"lr": 1e-4, "eps": (None, 1e3), "weight_decay": 0.4e3}
+    adafactor = torch.optim.Adafactor(reference, **options)
+    for step in range(1, 5):
+        for parameter, gradient in zip(reference, gradients(step, torch.float64), strict=True):
+            parameter.grad = gradient
+        adafactor.step()
+    for ours, expected in zip(found, reference, strict=True):
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("r", [0.0, 1.0])
+def test_schedule_free_is_algorithm_1_of_its_paper(r):
+    betas = {"schedule_free_beta1": 0.8, "schedule_free_beta2": 0.7, "schedule_free_r": r}
+    rule = ScheduleFree(ScheduleFreeConfig(**betas))
+    model = matrices(torch.float64)
+    engine = DataParallel([model], ParallelContext.single(), DataParallelConfig())
+    optimizer = DistributedOptimizer(engine, rule)
+    expected = [w.detach().clone() for w in model]
+    iterates = [w.clone() for w in expected]
+    averages = [w.clone() for w in expected]
+    squares = [torch.zeros_like(w) for w in expected]
+    for step in range(1, 5):
+        update(optimizer, model, step, 0.1, 0.4)
+        weights = [float(s) ** r for s in range(1, step + 1)]
+        share = weights[-1] / sum(weights)
+        for index, gradient in enumerate(gradients(step, torch.float64)):
+            y, z, x = expected[index], iterates[index], averages[index]
+            squares[index] = 0.7 * squares[index] + 0.3 * gradient**2
+            root = (squares[index] / (1 - 0.7**step)).sqrt() + 1e-8
+            z -= 0.1 * (gradient / root + 0.4 * y)
+            averages[index] = (1 - share) * x + share * z
+            expected[index] = 0.2 * z + 0.8 * averages[index]
+    for ours, theirs in zip(model, expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-12, atol=1e-12)
+    with optimizer.averaged():
+        for ours, theirs in zip(model, averages, strict=True):
+            torch.testing.assert_close(ours.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [AdamW(AdamConfig()), Muon(MuonConfig())], ids=type)
+def test_an_average_follows_the_weights_and_no_step_that_is_left_out(rule):
+    model = matrices()
+    engine = DataParallel([model], ParallelContext.single(), DataParallelConfig())
+    optimizer = DistributedOptimizer(engine, rule, ema_decay=0.75)
+    averages = [weight.detach().clone() for weight in model]
+    for step in range(1, 5):
+        before = [weight.detach().clone() for weight in model]
+        is_applied = torch.tensor(step != 3)
+        update(optimizer, model, step, 0.1, 0.4, is_applied=is_applied)
+        if step == 3:
+            assert all(torch.equal(*pair) for pair in zip(before, model, strict=True))
+            optimizer.num_steps -= 1
+            continue
+        averages = [0.75 * a + 0.25 * w for a, w in zip(averages, model, strict=True)]
+    trained = [weight.detach().clone() for weight in model]
+    with optimizer.averaged():
+        for ours, theirs in zip(model, averages, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(*pair) for pair in zip(trained, model, strict=True))

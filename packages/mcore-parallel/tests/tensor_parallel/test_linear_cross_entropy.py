@@ -26,23 +26,25 @@ def inputs(scale=1.0):
     return x, weight, labels, weights
 
 
-def twin(x, weight, labels, weights, label_smoothing, softcap=0.0):
+def twin(x, weight, labels, weights, label_smoothing, softcap=0.0, z_loss=0.0):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     logits = (x @ weight.t()).permute(1, 2, 0)  # [S, B, V] -> [B, V, S]
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    losses = losses + z_loss * logits.logsumexp(1).square()
     total = (losses * weights).sum()
     total.backward()
     return total.detach(), losses.detach(), x.grad, weight.grad
 
 
 @pytest.mark.parametrize(
-    ("label_smoothing", "softcap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 2.0), (0.1, 3.0)]
+    ("label_smoothing", "softcap", "z_loss"),
+    [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.0, 2.0, 0.01), (0.1, 3.0, 0.5)],
 )
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
-def test_head_loss_equals_whole_logits(label_smoothing, softcap, chunk_tokens):
+def test_head_loss_equals_whole_logits(label_smoothing, softcap, z_loss, chunk_tokens):
     x, weight, labels, weights = inputs()
-    want = twin(x, weight, labels, weights, label_smoothing, softcap)
+    want = twin(x, weight, labels, weights, label_smoothing, softcap, z_loss)
     total, losses = head_loss(
         x.requires_grad_(),
         weight.requires_grad_(),
@@ -51,6 +53,7 @@ def test_head_loss_equals_whole_logits(label_smoothing, softcap, chunk_tokens):
         vocab_size=V,
         label_smoothing=label_smoothing,
         softcap=softcap,
+        z_loss=z_loss,
         chunk_tokens=chunk_tokens,
     )
     total.backward()
@@ -156,7 +159,8 @@ def test_a_head_too_small_for_the_vocabulary_is_refused():
 def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=3))
     x, weight, labels, weights = inputs(scale=scale)
-    want = twin(x, weight, labels, weights, label_smoothing)
+    z_loss = label_smoothing / 10
+    want = twin(x, weight, labels, weights, label_smoothing, z_loss=z_loss)
     local = own_slice(F.pad(weight, (0, 0, 0, padded - V)), ctx.tp).clone()
     local[max(0, min(V - ctx.tp.rank * len(local), len(local))) :] = 100.0  # must not matter
     mine = (own_slice(x, ctx.tp) if sequence_parallel else x).clone().requires_grad_()
@@ -169,6 +173,7 @@ def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
         axis=ctx.tp,
         sequence_parallel=sequence_parallel,
         label_smoothing=label_smoothing,
+        z_loss=z_loss,
         chunk_tokens=4,
     )
     total.backward()

@@ -49,6 +49,7 @@ from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 from mcore_train.updating.loss_scaling import LossScaler
 from mcore_train.updating.optimizers import OPTIMIZERS, BuildRule, build_optimizer
+from mcore_train.updating.recent_steps import RecentSteps
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Progress:
     """Sequences that the learning-rate schedule has counted: those of skipped steps are not."""
     batch_size_phases: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
+    spikes: list[int] = field(default_factory=list)
+    """Steps that were spikes, those within the last --spike-window steps."""
 
     def count_step(self, batch_size: int, *, is_skipped: bool) -> None:
         """Count one more step of ``batch_size`` sequences over all ranks."""
@@ -135,6 +138,8 @@ class Run:
     """Makes CUDA graphs of forward and backward; None where kernels are launched singly."""
     datasets: Datasets
     tokenizer: Tokenizer | None
+    recent: RecentSteps | None = None
+    """Losses and gradient norms that a spike is found by; None where none is looked for."""
     noise: GradientNoise | None = None
     """Measures the noise of a step's gradient; None where weights are sharded in layers or the
     step is a CUDA graph."""
@@ -219,8 +224,14 @@ def assemble(
         recorder=recorder,
         datasets=datasets,
         tokenizer=tokenizer,
+        recent=_build_recent_steps(config, ctx.device),
         noise=_build_noise(data_parallel) if recorder is None else None,
     )
+
+
+def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentSteps | None:
+    has_reader = config.spikes.spike_policy != "none" or config.watching.rerun_on_mismatch
+    return RecentSteps(config.spikes, device) if has_reader else None
 
 
 def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:

@@ -48,6 +48,7 @@ def exit_code(error: BaseException) -> int:
 
 _CLASSES = {
     "NonFiniteError": "nan",
+    "SpikeError": "spike",
     "UnlikeWeightsError": "replicas",
     "BrokenDeviceError": "hardware",
 }
@@ -222,6 +223,13 @@ def report(words: Sequence[str]) -> int:
     return parse_options(write_report, "mcore-train report", words)
 
 
+def explain(words: Sequence[str]) -> int:
+    """Print the steps that a run has left out, and the documents of a step."""
+    from mcore_train.reporting.cli import explain_spikes
+
+    return parse_options(explain_spikes, "mcore-train explain", words)
+
+
 def golden(words: Sequence[str]) -> int:
     """Train golden cases and compare their values with the recorded ones."""
     from mcore_train.golden.cli import golden as run_verb
@@ -302,6 +310,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
     "profile": ("profile TRACE: where the time of a profiled step went", profile),
     "report": ("report RUN [RUN2 ...]: one HTML page about a run, or several", report),
+    "explain": ("explain RUN: steps left out as spikes, and their documents", explain),
     "golden": ("golden run: train small cases and compare recorded values", golden),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

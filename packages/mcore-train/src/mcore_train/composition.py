@@ -22,10 +22,12 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import (
+    AdafactorConfig,
     AdamConfig,
     LionConfig,
     MainWeightsConfig,
     MuonConfig,
+    ScheduleFreeConfig,
     SGDConfig,
     SoapConfig,
 )
@@ -45,6 +47,7 @@ from mcore_train.config import (
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
+    SpikeConfig,
     VerifyConfig,
     WatchConfig,
 )
@@ -70,6 +73,8 @@ class TrainConfig:
     lion: LionConfig = field(default_factory=LionConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    schedule_free: ScheduleFreeConfig = field(default_factory=ScheduleFreeConfig)
     parameter_rates: ParameterRatesConfig = field(default_factory=ParameterRatesConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -96,6 +101,7 @@ class TrainConfig:
     profiling: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     watching: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     in_process: InProcessConfig = field(default_factory=InProcessConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -96,11 +96,15 @@ class BatchConfig(Options):
 class OptimizerConfig(Options):
     """What a step does with the gradient."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
+        "adam"
+    )
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
     momentum, weight decay added to the gradient; lion: the sign of an interpolated momentum;
-    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo. With the
-    last two, AdamW updates embeddings, head, norms, biases and routers."""
+    schedule_free: AdamW that averages its weights in place of a decay of the learning rate;
+    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo;
+    adafactor: a second moment by rows and columns. With the last three, AdamW updates
+    embeddings, head, norms, biases and routers."""
     lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
     min_lr: float = option(0.0, minimum=0)
@@ -261,6 +265,9 @@ class EvalConfig(Options):
     eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
     """Sequences in one forward pass of a validation, which keeps no activations; the same
     samples are scored. 0: --micro-batch-size."""
+    eval_average_weights: bool = False
+    """Validate, score tasks and write texts with the averaged weights of --ema-decay or
+    --optimizer schedule_free; training goes on with its own, to the last bit."""
     eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
     """Steps between two at which the zero-shot tasks are scored; 0: none."""
     eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
@@ -268,6 +275,14 @@ class EvalConfig(Options):
     of passages in JSON lines, WIKITEXT103:FILE scores one text."""
 
     rules = (
+        Rule(
+            ("eval_average_weights", "ema_decay", "optimizer"),
+            lambda v: (
+                v.eval_average_weights and not v.ema_decay and v.optimizer != "schedule_free"
+            ),
+            "--eval-average-weights needs averaged weights: give --ema-decay, or --optimizer "
+            "schedule_free.",
+        ),
         Rule(
             ("eval_tasks",),
             lambda v: [
@@ -668,6 +683,58 @@ class WatchConfig(Options):
     computes wrongly is named, and the run ends; an error that happened once is mended."""
     spike_factor: float = option(10.0, above=1, part_of={"rerun_on_mismatch": ON})
     """A gradient norm above so many times the largest of the last 128 steps is a spike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpikeConfig(Options):
+    """What is done with steps that would spoil a run: spikes of loss or gradient norm."""
+
+    spike_policy: Literal["none", "skip", "rewind", "stop"] = "none"
+    """What is done with a step whose loss or gradient norm is above the mean of the last
+    --spike-window steps by --spike-sigmas standard deviations, or not finite. Such a step never
+    changes weights or optimizer. skip: go on with the next batch; for single bad documents.
+    rewind: take weights and optimizer from a checkpoint and go on with the next batch; where
+    the loss does not recover, or has grown for some steps before. stop: save and end the run.
+    Each spike is a line of spikes.jsonl in --save, which mcore-train explain reads."""
+    spike_sigmas: float = option(
+        6.0, above=0, part_of={"spike_policy": ("skip", "rewind", "stop")}
+    )
+    """Standard deviations above the mean from which on a step is a spike."""
+    spike_window: int = option(
+        128, minimum=16, part_of={"spike_policy": ("skip", "rewind", "stop")}, shrinks_to=16
+    )
+    """Last steps that a step is compared with; spikes are left out. Until 16 steps are known,
+    only numbers that are not finite are spikes."""
+    spike_limit: int = option(10, minimum=1, part_of={"spike_policy": ("skip", "rewind")})
+    """Spikes within --spike-window steps after which the run ends, since it has another cause
+    than single documents."""
+    spike_rewind_steps: int = option(100, minimum=1, part_of={"spike_policy": "rewind"})
+    """Steps before a spike that the weights go back, at least: to the newest checkpoint that is
+    so old, or to the oldest there is. PaLM went back about 100 steps (arXiv:2204.02311)."""
+    iterations_to_skip: tuple[int, ...] = ()
+    """Steps whose batches are read and left out, as in Megatron by the steps done before: 41
+    leaves out the step that the log calls iteration 42. Weights, optimizer and learning-rate
+    schedule stay. mcore-train explain prints the number of each spike."""
+
+    rules = (
+        Rule(
+            ("spike_policy", "save", "save_interval"),
+            lambda v: v.spike_policy == "rewind" and not (v.save and v.save_interval),
+            "--spike-policy rewind goes back to checkpoints of this run: give --save and "
+            "--save-interval, or use skip.",
+        ),
+        Rule(
+            ("spike_policy", "save_optim"),
+            lambda v: v.spike_policy == "rewind" and not v.save_optim,
+            "--spike-policy rewind goes back to the optimizer of a checkpoint too: leave "
+            "--no-save-optim out.",
+        ),
+        Rule(
+            ("iterations_to_skip",),
+            lambda v: any(step < 0 for step in v.iterations_to_skip),
+            "--iterations-to-skip {iterations_to_skip}: give numbers of 0 or more.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ A loss is the total loss over the total of tokens, never a mean of means.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -75,6 +75,9 @@ class Evaluations:
         """
         self._run, self._observers, self._between_batches = run, observers, between_batches
         self._reporter = observers.reporter
+        options = run.plan.config.evaluation
+        averaged = run.optimizer.averaged
+        self._weights = averaged if options.eval_average_weights else nullcontext
         self._writer: TextWriter | None = None
         self._tasks: ZeroShotTasks | None = None
         self._contexts = ExitStack()
@@ -116,7 +119,7 @@ class Evaluations:
         is_first = options.eval_at_start and run.progress.iteration == 0
         if not (options.eval_only or is_first):
             return
-        with self._observers.paused():
+        with self._observers.paused(), self._weights():
             validate(run, self._reporter, self._between_batches)
             if options.eval_only:
                 score_test_data(run, self._reporter, self._between_batches)
@@ -125,20 +128,21 @@ class Evaluations:
         """Validate, score tasks and write texts, each if its interval divides the step."""
         config, run = self._run.plan.config, self._run
         if is_due(config.evaluation.interval, step):
-            with self._observers.validating():
+            with self._observers.validating(), self._weights():
                 validate(run, self._reporter, self._between_batches)
         if self._tasks is not None and is_due(config.evaluation.eval_task_interval, step):
-            with self._observers.paused():
+            with self._observers.paused(), self._weights():
                 self._tasks.score(self._reporter)
         if self._writer is not None and is_due(config.samples.sample_interval, step):
-            with self._observers.paused():
+            with self._observers.paused(), self._weights():
                 texts = self._writer.write(self._between_batches)
                 self._reporter.report_texts(step, texts)
 
     def at_end(self, between_batches: Callable[[], None]) -> None:
         """Score the test data after the last save, unless the run is stopped meanwhile."""
         try:
-            score_test_data(self._run, self._reporter, between_batches)
+            with self._weights():
+                score_test_data(self._run, self._reporter, between_batches)
         except Stopped:
             log.info("the run was stopped before the test data were scored")
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
@@ -16,10 +16,12 @@ from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.nan_guard import FiniteGradients, WeightCopies
 from mcore_train.guards.rerun import Rerun
 from mcore_train.guards.signals import Stopped, StopRequest
+from mcore_train.guards.spikes import SpikeError, SpikePolicy
+from mcore_train.losses import StepLosses
 from mcore_train.observers import OnReport, RunObservers, is_due
 from mcore_train.reporting.log import Reporter
 from mcore_train.resiliency.sections import Sections
-from mcore_train.step import StepResult, train_step
+from mcore_train.step import StepResult, backward, update
 from mcore_train.updating.lr_schedule import batch_lr_factor, learning_rate, weight_decay
 from mcore_train.updating.parameter_groups import named_rates
 
@@ -56,6 +58,7 @@ def train(
 
     Raises:
         NonFiniteError: on all ranks, if gradients are not finite any more.
+        SpikeError: on all ranks, if a spike ends the run; the step is saved.
         UnlikeWeightsError: on all ranks, if replicas of weights differ.
     """
     config, progress = run.plan.config, run.progress
@@ -68,6 +71,7 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     replicas = WeightCopies(run.data_parallel, progress.iteration)
     checkpoints, deadline = Checkpoints(run, reporter), Deadline(config.run)
+    spikes = SpikePolicy(run, reporter, checkpoints, observers.paused)
     stop = StopRequest(
         run.ctx, config.run.exit_signal, lambda: deadline.is_over(checkpoints.longest_save_s)
     )
@@ -93,23 +97,31 @@ def train(
         if config.evaluation.eval_only:
             return True
 
+        stack.enter_context(_saving_before_spike(checkpoints))
         while progress.iteration < last:
             step = progress.iteration + 1
-            with observers.step(step):
-                result = one_step(run, batches, before_update, rerun)
-            # Reads the norm of the step before, ahead of the poll that makes its save durable.
-            gradients.add(step, result.grad_norm, result.is_skipped)
-            observers.after_step(step, result, checkpoints.poll)
+            if progress.iteration in config.spikes.iterations_to_skip:
+                pass_over(run, batches, spikes)
+            else:
+                with observers.step(step):
+                    result = one_step(run, batches, before_update, rerun, spikes)
+                # Reads the norm of the step before, ahead of the poll that makes its save
+                # durable.
+                gradients.add(step, result.grad_norm, result.is_skipped)
+                observers.after_step(step, result, checkpoints.poll)
             is_last = step == last or is_due(config.run.exit_interval, step)
 
             is_reported = step == last or observers.is_first_report
-            if is_reported or is_due(config.logging.log_interval, step):
+            is_reported |= is_due(config.logging.log_interval, step)
+            if is_reported and observers.has_steps:
                 observers.report()
             if is_due(config.run.check_weight_hash_across_dp_replicas_interval, step):
                 with observers.paused():
                     _check_replicas(replicas, step, rerun)
             if is_last:
                 gradients.check()
+            if is_last or _is_saved(run, step):
+                spikes.settle()
             _save_if_due(run, step, checkpoints, gradients, observers, is_last=is_last)
             try:
                 stop.check()
@@ -121,6 +133,7 @@ def train(
                 break
 
         stack.enter_context(watch.between_steps())
+        spikes.settle()
         gradients.check()
         with observers.sections.checkpointing(is_save=True):
             checkpoints.finish()
@@ -134,6 +147,7 @@ def one_step(
     batches: Iterator[Sequence[MicroBatch]],
     before_update: Callable[[], None],
     rerun: Rerun | None = None,
+    spikes: SpikePolicy | None = None,
 ) -> StepResult:
     """Train on the next batch, by the schedule's rates for it, and count the step.
 
@@ -142,27 +156,79 @@ def one_step(
         batches: this rank's micro-batches of one step after another.
         before_update: called right before weights and optimizer state change.
         rerun: checks the step before its update, and computes it again if it is suspicious.
+        spikes: acts on a spike in the step before, once it is known.
+
+    Raises:
+        SpikeError: on all ranks, if the step before was a spike that ends the run.
     """
-    schedule, progress = run.plan.schedule, run.progress
+    schedule, progress, clock = run.plan.schedule, run.progress, run.ctx.clock
     batch_size = run.plan.ramp.size_at(progress.consumed_train_samples)
+    with clock.span("data"):
+        batch = next(batches)
+
+    def compute() -> StepLosses:
+        if rerun is not None:
+            rerun.begin(batch)
+        with clock.span("compute"):
+            return backward(run, batch)
+
+    losses = compute()
+    if spikes is not None and spikes.settle():
+        losses = compute()
+    # The schedule does not count a spike, so its place is known only now.
     options, samples = run.plan.config, progress.schedule_samples
     factor = batch_lr_factor(options.batch, batch_size, run.plan.global_batch_size)
     rates = named_rates(options.parameter_rates, schedule, samples)
-    with run.ctx.clock.span("data"):
-        batch = next(batches)
-    if rerun is not None:
-        rerun.begin(batch)
-    result = train_step(
+    result = update(
         run,
-        batch,
+        losses,
         factor * learning_rate(schedule, samples),
         weight_decay(schedule, samples),
         before_update,
         {name: factor * rate for name, rate in rates.items()},
         check=rerun.check if rerun is not None else None,
     )
-    progress.count_step(batch_size, is_skipped=result.is_skipped)
+    progress.count_step(batch_size, is_skipped=result.is_skipped is True)
+    if spikes is not None:
+        spikes.note(result, batch_size)
     return result
+
+
+def pass_over(
+    run: Run, batches: Iterator[Sequence[MicroBatch]], spikes: SpikePolicy | None = None
+) -> None:
+    """Read the next batch and count its step; nothing else of the run changes.
+
+    Args:
+        run: changed in place: its progress alone.
+        batches: this rank's micro-batches of one step after another.
+        spikes: keep the ledger.
+    """
+    batch_size = run.plan.ramp.size_at(run.progress.consumed_train_samples)
+    with run.ctx.clock.span("data"):
+        next(batches)
+    run.progress.count_step(batch_size, is_skipped=True)
+    if spikes is not None:
+        spikes.note_given(batch_size)
+
+
+@contextmanager
+def _saving_before_spike(checkpoints: Checkpoints) -> Iterator[None]:
+    """Save the current step, whose weights are those before the spike that ends the body."""
+    try:
+        yield
+    except SpikeError:
+        checkpoints.finish()
+        raise
+
+
+def _is_saved(run: Run, step: int) -> bool:
+    config = run.plan.config
+    intervals = (
+        config.saving.save_interval,
+        config.local_saving.non_persistent_save_interval,
+    )
+    return any(is_due(interval, step) for interval in intervals)
 
 
 def _check_replicas(replicas: WeightCopies, step: int, rerun: Rerun | None) -> None:

@@ -128,6 +128,11 @@ class RunObservers:
         """Whether no step of this run was reported yet."""
         return self._interval.is_first
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was trained since the last report."""
+        return not self._interval.is_empty
+
     def report(self) -> None:
         """Report the steps since the last report, and what was recorded of single steps."""
         report = self._interval.report()

@@ -30,7 +30,14 @@ from mcore_train.planning.micro_batch import choose_micro_batch
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
-from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
+from mcore_train.reporting.log import (
+    METRICS,
+    SAMPLES,
+    SPIKES,
+    TENSORBOARD,
+    Reporter,
+    set_up,
+)
 from mcore_train.reporting.loggers.protocol import Logger
 from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
@@ -249,6 +256,7 @@ def build_reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
         samples_file=Path(on_disk) / SAMPLES if on_disk else None,
+        spikes_file=Path(on_disk) / SPIKES if on_disk else None,
         loggers=() if console is None else (*named_loggers(options, on_disk), *loggers),
         with_lines=with_lines,
         continues_from=continues_from,

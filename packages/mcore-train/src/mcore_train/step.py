@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
+from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import NO_RATES
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
 from mcore_train.losses import StepLosses, count_valid, loss_weights
 from mcore_train.pipeline import ChunkSync
+from mcore_train.updating.recent_steps import Judgement
 
 StepCheck = Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]]
 
@@ -42,8 +44,11 @@ class StepResult:
     balance: Float[Tensor, "L n"] | None = None
     """Router statistics of this rank's layers, with the columns of ``mcore_moe.SUMMARY``; 0 for
     layers of other stages and layers without experts."""
-    is_skipped: bool = False
-    """Whether weights stayed as they are, since scaled gradients overflowed."""
+    is_skipped: bool | Bool[Tensor, ""] = False
+    """Whether weights stayed as they are: scaled gradients overflowed, which the host knows, or
+    the step is a spike, which it does not know yet."""
+    judgement: Judgement | None = None
+    """Of a run that looks for spikes."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -74,6 +79,22 @@ def train_step(
     """
     with run.ctx.clock.span("compute"):
         losses = backward(run, batches)
+    return update(run, losses, lr, weight_decay, before_update, named_lrs, check)
+
+
+def update(
+    run: Run,
+    losses: StepLosses,
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None = None,
+    named_lrs: Mapping[str, float] = NO_RATES,
+    check: StepCheck | None = None,
+) -> StepResult:
+    """Clip the gradients of ``backward`` and update the weights; see ``train_step``.
+
+    A step that overflowed or is a spike changes neither weights nor optimizer.
+    """
     with run.ctx.clock.span("optimizer"):
         return _update(run, losses, lr, weight_decay, before_update, named_lrs, check)
 
@@ -87,7 +108,6 @@ def _update(
     named_lrs: Mapping[str, float],
     check: StepCheck | None,
 ) -> StepResult:
-    """Clip the gradients and update the weights, unless the step overflowed."""
     row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
     if check is not None:
@@ -99,16 +119,37 @@ def _update(
         is_finite = bool(norm.isfinite())
         is_skipped = scaler.update(is_finite=is_finite) and not is_finite
         norm = norm * unscale
+    judgement, is_applied = None, None
+    if run.recent is not None and not is_skipped:
+        judgement = run.recent.judge(_mean_loss(run, losses), norm)
+        if run.plan.config.spikes.spike_policy != "none":
+            is_applied = ~judgement.is_spike
     if not is_skipped:
         max_norm = run.plan.config.optimizer.clip_grad
         clip = clip_coefficient(norm, max_norm) if max_norm else 1.0
         if before_update is not None:
             before_update()
         if run.precision.fp8_scales is not None:
-            run.precision.fp8_scales.move_on()
-        run.optimizer.step(lr, weight_decay, clip * unscale, row_scales, named_lrs)
-    balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-    return StepResult(losses.named, losses.aux_loss, norm, lr, balance, is_skipped)
+            run.precision.fp8_scales.move_on(is_applied)
+        scale = clip * unscale
+        run.optimizer.step(lr, weight_decay, scale, row_scales, named_lrs, is_applied)
+    has_experts = run.plan.config.experts.num_experts > 0
+    return StepResult(
+        losses=losses.named,
+        aux_loss=losses.aux_loss,
+        grad_norm=norm,
+        lr=lr,
+        balance=_finish_routers(run, is_applied) if has_experts else None,
+        is_skipped=is_skipped if is_applied is None else ~is_applied,
+        judgement=judgement,
+    )
+
+
+def _mean_loss(run: Run, losses: StepLosses) -> Float[Tensor, ""]:
+    """Return the main loss over the whole batch, with equal bits on all ranks."""
+    main = next(iter(losses.named.values()))
+    # Each tensor rank has the whole loss of its tokens.
+    return all_reduce(main / run.ctx.tp.size, run.ctx.world)
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
@@ -222,11 +263,11 @@ def _qk_clip_scales(run: Run) -> Mapping[str, Tensor]:
     return row_factors(run.chunks, run.ctx.data_axes()["dense"], options)
 
 
-def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
+def _finish_routers(run: Run, is_applied: Bool[Tensor, ""] | None) -> Float[Tensor, "L n"]:
     """Update the biases of this rank's routers; return their statistics by layer."""
     stats: dict[str, RouterStats] = {}
     for chunk in run.chunks:
-        stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
+        stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"), is_applied)
     rows = summarize(list(stats.values())) if stats else ()
     model = run.plan.config.model
 

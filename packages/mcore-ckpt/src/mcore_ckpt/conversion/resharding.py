@@ -35,6 +35,9 @@ from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
+KEPT_AVERAGE = "optimizer.average."
+"""Names of the averaged weights that a run keeps in its optimizer's state."""
+
 
 def write_whole(
     folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
@@ -102,7 +105,8 @@ def average(
     """Average the weights of several steps into a ``release``; optimizer states are dropped.
 
     Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
-    Averaging Weights Leads to Wider Optima, arXiv:1803.05407.
+    Averaging Weights Leads to Wider Optima, arXiv:1803.05407. Of a single step, the average
+    that its run kept (``--ema-decay``, Schedule-Free) in the dtype of the weights.
 
     Args:
         sources: run or step folders of one model.
@@ -113,13 +117,11 @@ def average(
         The release's folder.
 
     Raises:
-        ValueError: if fewer than two are given, one has no weights, they hold different
+        ValueError: if the only one keeps no average, one has no weights, they hold different
             tensors, or the output is inside one of them or is a checkpoint of another format.
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
             Then nothing is left of the output.
     """
-    if len(sources) < 2:
-        raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
     output = as_path(output)
     found = native_steps(output, *sources)
     steps, indices = zip(*found, strict=True)
@@ -132,6 +134,12 @@ def average(
                 f"{step} holds no weights to average: their names begin with 'model.', as "
                 "training and convert save them."
             )
+    has_average = any(name.startswith(KEPT_AVERAGE) for name in indices[0].tensors)
+    if len(steps) == 1 and not has_average:
+        raise ValueError(
+            f"{steps[0]} keeps no average of its weights: train with --ema-decay or "
+            "--optimizer schedule_free, or give two checkpoints or more."
+        )
     for step, other in zip(steps[1:], weights[1:], strict=True):
         _check_alike(steps[0], weights[0], step, other)
     extra = {
@@ -140,9 +148,13 @@ def average(
     extra["averaged"] = [str(step) for step in steps]
     with ExitStack() as stack:
         readers = [stack.enter_context(Reader(step)) for step in steps]
-        tensors = [Source(reader, mine) for reader, mine in zip(readers, weights, strict=True)]
+        tensors = [
+            Source(reader, index.tensors)
+            for reader, index in zip(readers, indices, strict=True)
+        ]
+        mean = _kept_slabs if len(steps) == 1 else _mean_slabs
         items = [
-            Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
+            Item(name, entry.dtype, entry.shape, partial(mean, tensors, name))
             for name, entry in weights[0].items()
         ]
         items = with_progress(items, on_progress)
@@ -161,6 +173,14 @@ def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
         files[number].append(item)
         heapq.heappush(heap, (load + item.num_bytes, number))
     return [mine for mine in files if mine]
+
+
+def _kept_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
+    (source,) = sources
+    entry, average = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
+    kept = average if average in source.entries else name  # such as biases of routers
+    for begin, stop in row_groups(entry.shape):
+        yield source.rows(kept, begin, stop).to(DTYPES[entry.dtype])
 
 
 def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:

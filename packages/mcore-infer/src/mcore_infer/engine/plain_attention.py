@@ -17,6 +17,7 @@ from mcore_infer.engine.fp8_cache import from_codes, to_codes
 from mcore_infer.engine.limits import Scales
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.selected_attention import Selection, attend_packed
 
 GATHERED_BYTES = 1 << 28
 """Most bytes of keys and values to gather at once, but at least those of one request."""
@@ -36,6 +37,7 @@ def padded_decode(
     slopes: Float[Tensor, " N"] | None = None,
     scale: float | None = None,
     kv_scales: Scales | None = None,
+    selection: Selection | None = None,
 ) -> Float[Tensor, "R N J"]:
     """Attend with one query of each request to the keys in its pages.
 
@@ -56,6 +58,11 @@ def padded_decode(
         is_seen = _seen_keys(places, ends[:, None] - 1, window, chunk)
         # Keys after a row's end may be another request's NaN, which weights of 0 do not hide.
         k, v = seen[0], seen[1].masked_fill(~is_seen[..., None, None], 0)
+        if selection is not None:
+            k = k.masked_fill(~is_seen[..., None, None], 0)
+            packed = queries[None], k.transpose(0, 1), v.transpose(0, 1)  # [Z, R, 1, .]
+            mixed.append(attend_packed(*packed, selection, is_seen[:, None])[0])
+            continue
         groups = queries.unflatten(1, (k.shape[2], -1))  # [R, N, H] -> [R, G, N/G, H]
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("rgnh,rzgh->rgnz", groups, k).to(wide).flatten(1, 2) * scale
@@ -167,7 +174,8 @@ def decode_on_cpu(
     where = *memory, step.seen_tables, step.lengths
     options: dict[str, Any] = {"window": window, "kv_scales": kv_scales, **scores}
     token_bytes = sum(pages.stride(1) * pages.element_size() for pages in memory)
-    if extent.is_mostly_padding or len(q) * extent.longest * token_bytes > GATHERED_BYTES:
+    too_long = len(q) * extent.longest * token_bytes > GATHERED_BYTES
+    if extent.is_mostly_padding or too_long or "selection" in scores:
         return reference_decode(q, *where, **options)
     is_plain = window < 0 and not scores.keys() - {"scale"}
     if not extent.is_even and not is_plain:

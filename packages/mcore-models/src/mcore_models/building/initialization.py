@@ -35,7 +35,9 @@ _RESIDUAL = (
     ".fc2.weight",
     ".mamba.out_proj.weight",
     ".delta_net.out_proj.weight",
+    ".short_conv.out_proj.weight",
     ".latent_up.weight",
+    ".layer_input.proj.weight",
 )
 
 
@@ -54,7 +56,7 @@ def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: i
     for name, shard in weights.items():
         if any(piece.data.is_meta for piece in shard.pieces):
             continue
-        recurrent = ".mamba." in name or ".delta_net." in name
+        recurrent = any(f".{one}." in name for one in ("mamba", "delta_net", "short_conv"))
         if recurrent and _fill_recurrent_(name, shard, config, seed):
             continue
         if len(shard.shape) > 1 and not name.endswith("norm.weight"):

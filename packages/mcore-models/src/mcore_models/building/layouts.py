@@ -4,10 +4,12 @@ All problems are found together, each with its flag and allowed values, so that 
 raises the same error and no collective waits. No torch here.
 """
 
-from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
+from mcore_models.config import TransformerConfig, divisors, has_plain_scores
+from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import (
     ffn_size,
     further_mixers,
+    global_config,
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
@@ -56,12 +58,20 @@ def layout_problems(
     if config.mtp_num_layers:
         used |= {*further_mixers(config, moe)}
     if used & {"attention", "mla"}:
-        problems += _head_problems(config, parallel)
+        for sizes in dict.fromkeys((config, global_config(config))):
+            problems += _head_problems(sizes, parallel)
         problems += _context_problems(config, parallel)
+    if "mla" in used and config.dsa_indexer_topk and parallel.context_parallel_size > 1:
+        problems.append(
+            "--dsa-indexer-topk selects keys of complete sequences: use "
+            "--context-parallel-size 1."
+        )
     if "mamba" in used:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
         problems += _delta_problems(config, parallel)
+    if "short_conv" in used:
+        problems += _short_conv_problems(config, parallel)
     problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
@@ -72,6 +82,15 @@ def layout_problems(
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
             f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
         )
+    problems += [
+        f"{flag} works on one pipeline stage, as layers read tensors of the first ones: use "
+        "--pipeline-model-parallel-size 1."
+        for flag, size in (
+            ("--num-kv-shared-layers", config.num_kv_shared_layers),
+            ("--per-layer-embedding-size", config.per_layer_embedding_size),
+        )
+        if size and parallel.pipeline_model_parallel_size > 1
+    ]
     if seq_length:
         problems += _sequence_problems(config, parallel, seq_length)
     return problems
@@ -123,6 +142,20 @@ def _delta_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
     problem = (
         f"--linear-num-key-heads {heads} of gated delta nets cannot be split over {split}: "
         f"heads must divide evenly. Use {_listed(divisors(heads))} ranks."
+    )
+    return [problem]
+
+
+def _short_conv_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    width = config.hidden_size
+    if width % (tp * cp) == 0:
+        return []
+    split = f"--tensor-model-parallel-size {tp}"
+    split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+    problem = (
+        f"--hidden-size {width} of gated short convolutions cannot be split over {split}: "
+        f"channels must divide evenly. Use {_listed(divisors(width))} ranks."
     )
     return [problem]
 

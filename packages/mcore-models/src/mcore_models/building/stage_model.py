@@ -17,6 +17,7 @@ from mcore_models.building.layouts import check_length, layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
+from mcore_models.logical_tensors import layer_config
 from mcore_models.protocol import ModelState, TrainableModel
 from mcore_moe.config import MoEConfig
 from mcore_parallel.autograd.recomputing import recompute
@@ -130,7 +131,7 @@ class StageModel(TrainableModel):
         gemms = gemms or (PLAIN_GEMMS,) * num_places
         setups = [
             LayerSetup(
-                config=config,
+                config=layer_config(config, min(place, count - 1)),
                 ctx=ctx,
                 layer=min(place, count - 1),  # further layers are built like the last one
                 streams=self.streams,

@@ -7,6 +7,7 @@ heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repe
 Packed documents use torch's variable-length kernel on a GPU, and a mask elsewhere.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mcore_models.config import AttentionBackend
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.kernels import flash_attention as flash2
 from mcore_models.kernels.alibi import with_distances
+from mcore_models.kernels.selected_attention import Selection, attend_packed
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 GPU_BACKENDS = [
@@ -60,6 +62,7 @@ def attend(
     documents: Documents | None = None,
     backend: AttentionBackend = "auto",
     sizes_repeat: bool = True,
+    selection: Selection | None = None,
 ) -> Float[Tensor, "S B N J"]:
     """Mix values by softmax(q·k) over the keys that each query attends to.
 
@@ -86,6 +89,8 @@ def attend(
             ``torch.use_deterministic_algorithms`` the fastest deterministic one.
         sizes_repeat: whether these sizes occur again. If not, ``auto`` excludes cuDNN, which
             plans each new size for tenths of a second.
+        selection: q and k are packed with those of an indexer, which selects the keys of each
+            query, see ``selected_attention``; without the other options of scores.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
@@ -104,6 +109,10 @@ def attend(
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         y = attend(*with_distances(q, k, v, slopes, scale), scale=scale, **others)
         return y[..., :width].to(dtype)
+    if selection is not None:
+        dense = partial(attend, backend=backend, sizes_repeat=sizes_repeat)
+        seen = visible_keys(q.shape[0], k.shape[0], device=q.device)
+        return attend_packed(q, k, v, selection, seen, dense)
     if documents is not None and chunk:
         documents, chunk = documents.cut(chunk), 0
     num_queries, num_keys = q.shape[0], k.shape[0]

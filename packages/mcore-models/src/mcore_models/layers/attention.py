@@ -16,11 +16,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
-from mcore_models.config import chunk, is_local, is_rotated, window
+from mcore_models.config import chunk, is_rotated, window
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.kernels.rope import RotaryTables, rotate
+from mcore_models.layer_patterns import is_local
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
@@ -30,6 +31,7 @@ from mcore_models.logical_tensors import (
     has_qkv_bias,
     head_dim,
     num_kv_heads,
+    qkv_parts,
 )
 from mcore_models.mup import score_scale
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
@@ -56,7 +58,8 @@ class Attention(nn.Module):
     """Causal self-attention of one layer.
 
     Attributes:
-        qkv: D to this rank's queries, keys, values and any output gates, in this order.
+        qkv: D to this rank's queries, keys, values and any output gates, in this order; layers
+            that read keys of others, or whose values are keys, have fewer.
         proj: heads to D.
         q_norm, k_norm: norms of each head, or of all heads as one, or None.
         sinks: a score of each of this rank's heads for a sink without a value, or None.
@@ -79,9 +82,19 @@ class Attention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        outputs = [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)]
-        if config.attention_output_gate:
-            outputs.append(Output("gate", N * H))
+        # A layer that reads keys of another reads them in its state, too: it stores them again
+        # in the same place.
+        self.remembered_as = layer
+        if shared := config.num_kv_shared_layers:
+            own_keys = range(config.num_layers - shared)
+            self.remembered_as = max(
+                i for i in own_keys if is_local(config, i) == self.is_local
+            )
+        self.parts = qkv_parts(config)
+        outputs = [
+            Output(part, G * H, holders) if part in ("k", "v") else Output(part, N * H)
+            for part in self.parts
+        ]
         column: dict[str, Any] = {
             "bias": has_qkv_bias(config),
             "gemm": setup.gemms.column,
@@ -95,7 +108,9 @@ class Attention(nn.Module):
         }
         self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
         self.q_norm = self._build_qk_norm(N, tp, setup.factory_kwargs)
-        self.k_norm = self._build_qk_norm(G, tp, setup.factory_kwargs)
+        self.k_norm = None
+        if "k" in self.parts:
+            self.k_norm = self._build_qk_norm(G, tp, setup.factory_kwargs)
         self.score_scale = score_scale(config, H)
         self.tp, self.sinks = tp, None
         self.tracker: ScoreTracker | None = None
@@ -148,14 +163,14 @@ class Attention(nn.Module):
     def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
         config = self.config
         qkv, gate = self._ungated(qkv)
-        q, k, v = self._heads(qkv, self._rotary(inputs))
+        q, k, v = self._heads(qkv, self._rotary(inputs), inputs.shared_keys)
         is_tempered = not self.is_rotated or config.attention_temperature_layers == "all"
         if inputs.temperature is not None and is_tempered:
             q = (q * inputs.temperature).to(q.dtype)
         if inputs.state is None:
             mixed = self._mix(q, k, v, inputs.documents)
         else:
-            remembered = inputs.state.layer(self.layer)
+            remembered = inputs.state.layer(self.remembered_as)
             rules: dict[str, Any] = {"window": self.window, **self._scores(q)}
             mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
@@ -250,9 +265,16 @@ class Attention(nn.Module):
             )
 
     def _heads(
-        self, qkv: Tensor, rotary: RotaryTables | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryTables | None,
+        shared_keys: dict[bool, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-        """Split the GEMM's output into heads, norm them, rotate them."""
+        """Split the GEMM's output into heads, norm and rotate them.
+
+        Keys and values are read from ``shared_keys`` if the layer has none of its own, else
+        written to it.
+        """
         H = head_dim(self.config)
         kernel = None if rotary is None else rotary_kernel(self.config)
         if rotary is not None and kernel is not None:
@@ -263,17 +285,41 @@ class Attention(nn.Module):
                 constants["epsilon"] = self.q_norm.epsilon
                 constants["offset"] = float(self.q_norm.zero_centered)
             if kernel.takes(qkv, *args, **constants):
-                return kernel.launch(qkv, *args, **constants)
-        q, k, v = qkv.split(self.qkv.output_sizes[:3], dim=-1)
-        is_whole = self.config.qk_norm_width == "layer"
-        if is_whole and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.unflatten(-1, (-1, H)) for part in (q, k, v))  # N*H -> N, H
-        if not is_whole and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q = rotate(q, rotary, self.config.rotary_interleaved)
-            k = rotate(k, rotary, self.config.rotary_interleaved)
-            if self.config.qk_l2_norm:
-                q, k = (l2_normed(x, self.config.norm_epsilon) for x in (q, k))
+                q, k, v = kernel.launch(qkv, *args, **constants)
+                if shared_keys is not None:
+                    shared_keys[self.is_local] = (k, v)
+                return q, k, v
+        names = [part for part in self.parts if part != "gate"]
+        split = qkv.split(self.qkv.output_sizes[: len(names)], dim=-1)
+        parts = dict(zip(names, split, strict=True))
+        q = self._placed(parts["q"], self.q_norm, rotary)
+        if shared_keys is not None and "k" not in parts:
+            return q, *shared_keys[self.is_local]
+        k = self._placed(parts["k"], self.k_norm, rotary)
+        v = parts.get("v", parts["k"]).unflatten(-1, (-1, H))
+        if self.config.value_norm:
+            v = l2_normed(v, self.config.norm_epsilon)
+        if shared_keys is not None:
+            shared_keys[self.is_local] = (k, v)
         return q, k, v
+
+    def _placed(
+        self, x: Float[Tensor, "S B X"], norm: nn.Module | None, rotary: RotaryTables | None
+    ) -> Float[Tensor, "S B N H"]:
+        """Split queries or keys into heads, norm and rotate them."""
+        config, H = self.config, head_dim(self.config)
+        if norm is None:
+            return self._rotated(x.unflatten(-1, (-1, H)), rotary)
+        if config.qk_norm_width == "layer":
+            return self._rotated(norm(x).unflatten(-1, (-1, H)), rotary)
+        x = x.unflatten(-1, (-1, H))  # N*H -> N, H
+        if config.qk_norm_after_rope:
+            return norm(self._rotated(x, rotary))
+        return self._rotated(norm(x), rotary)
+
+    def _rotated(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+        """Rotate heads, and with ``--qk-l2-norm`` divide them by their root mean square."""
+        if rotary is None:
+            return x
+        x = rotate(x, rotary, self.config.rotary_interleaved)
+        return l2_normed(x, self.config.norm_epsilon) if self.config.qk_l2_norm else x

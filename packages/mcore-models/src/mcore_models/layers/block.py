@@ -17,6 +17,7 @@ from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import (
     MixerOutput,
+    OutputScale,
     Residual,
     ResidualBlock,
     stream_dropout,
@@ -74,6 +75,9 @@ class TransformerBlock(ResidualBlock):
             for norm_name in filter(None, around):
                 self.add_module(norm_name, stream_norm(config, ctx, **setup.factory_kwargs))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
+        self.output_scale = None
+        if config.layer_output_scale:
+            self.output_scale = OutputScale(ctx.tp, **setup.factory_kwargs)
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do.
@@ -85,7 +89,13 @@ class TransformerBlock(ResidualBlock):
         Returns:
             The stream; the next norm adds the last mixer's output to it.
         """
-        return self._through(stream, inputs, len(self.mixers))
+        return self._scaled(self._through(stream, inputs, len(self.mixers)))
+
+    def _scaled(self, stream: Residual) -> Residual:
+        """Multiply the stream by the layer's ``--layer-output-scale``, if it has one."""
+        if self.output_scale is None:
+            return stream
+        return Residual(self.output_scale(stream.total()), None, stream.aux)
 
     def _through(self, stream: Residual, inputs: BlockInputs, num_mixers: int) -> Residual:
         for name, (norm, post_norm) in zip(self.mixers[:num_mixers], self.norms, strict=False):
@@ -127,7 +137,8 @@ class TransformerBlock(ResidualBlock):
     def from_experts(self, stream: Residual, routed: RoutedTokens) -> Residual:
         """Dispatch tokens, run the experts and add their output to the stream."""
         y = self._experts().run_experts(routed).view(stream.x.shape)
-        return self.add(stream, (y, routed.aux_loss), self._norm(self.norms[-1][1]))
+        stream = self.add(stream, (y, routed.aux_loss), self._norm(self.norms[-1][1]))
+        return self._scaled(stream)
 
     def _experts(self) -> MoELayer:
         return cast("MoELayer", self.get_submodule("moe"))

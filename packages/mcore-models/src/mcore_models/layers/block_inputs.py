@@ -13,6 +13,7 @@ from mcore_models.layers.rope import (
     build_rotary,
     query_temperature,
 )
+from mcore_models.logical_tensors import global_config
 from mcore_models.protocol import ModelState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
@@ -27,6 +28,11 @@ class BlockInputs:
     """Tables of layers with a window, if they differ (``--rotary-base-local``)."""
     temperature: Tensor | None = None
     """Factor on queries of layers without rotation, ``[S, 1, 1, 1]`` or ``[S, B, 1, 1]``."""
+    layer_inputs: Tensor | None = None
+    """Vectors of ``--per-layer-embedding-size`` of all layers, ``[s, B, L, P]``."""
+    shared_keys: dict[bool, tuple[Tensor, Tensor]] | None = None
+    """With ``--num-kv-shared-layers``: keys and values of the last layer with a window (True)
+    and of the last without (False), written by these layers for the sharing ones."""
     documents: Documents | None = None
     """Documents packed in the rows; they do not attend to each other."""
     state: ModelState | None = None
@@ -52,8 +58,9 @@ def build_inputs(
         state: of earlier tokens in the layers.
     """
     return BlockInputs(
-        rotary=build_rotary(config, positions, dtype, length),
+        rotary=build_rotary(global_config(config), positions, dtype, length),
         local_rotary=build_local_rotary(config, positions, dtype),
+        shared_keys={} if config.num_kv_shared_layers else None,
         temperature=query_temperature(config, positions, dtype),
         documents=documents,
         state=state,

@@ -18,8 +18,10 @@ from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
+from mcore_models.layers.per_layer_embedding import LayerInput
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
+from mcore_models.layers.recurrent.short_conv import ShortConv
 from mcore_models.logical_tensors import ffn_size, is_gated
 from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.experts.network import ExpertNetwork
@@ -105,5 +107,7 @@ MIXERS: Mapping[str, Mixer] = {
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
     "mamba": Mixer(build=Mamba),
     "delta_net": Mixer(build=DeltaNet),
+    "short_conv": Mixer(build=ShortConv),
+    "layer_input": Mixer(build=LayerInput),
 }
 """Mixers by name, which is also the name of the module in its block."""

@@ -24,19 +24,32 @@ from torch import Tensor, nn
 
 from mcore_models.building.layouts import cp_comm_type
 from mcore_models.config import TransformerConfig, yarn_magnitude
-from mcore_models.kernels.attention_backends import attend, check_backend
+from mcore_models.kernels.attention_backends import (
+    attend,
+    check_backend,
+    same_document,
+    visible_keys,
+)
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.kernels.rope import RotaryTables, rotate
+from mcore_models.kernels.selected_attention import (
+    Selection,
+    attend_to_mask,
+    index_scores,
+    pack_keys,
+    pack_queries,
+    selected_keys,
+)
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.norm import RMSNorm
+from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.mup import score_scale
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.autograd.recomputing import recompute
-from mcore_parallel.collectives import copy_to, gather_partial_from
+from mcore_parallel.collectives import all_gather, copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import (
@@ -53,6 +66,57 @@ have."""
 _NOTHING_MORE = BlockInputs()
 
 
+class Indexer(nn.Module):
+    """Selects the keys of each token of one layer; replicated over the tensor ranks.
+
+    It is not trained: the loss of the model has no gradient of a choice. Its own loss, the
+    divergence from attention's weights, would need these weights, which fused kernels do not
+    return.
+
+    Attributes:
+        q_up: the queries' latent vector to queries of the indexer.
+        k: D to the index key, which all heads share.
+        k_norm: LayerNorm of the key.
+        weights: D to the weights of the heads.
+    """
+
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate the weights, zero until the model fills them."""
+        super().__init__()
+        config, self.tp = setup.config, setup.ctx.tp
+        self.sequence_parallel = setup.sequence_parallel
+        self.selection = Selection(
+            heads=config.dsa_indexer_n_heads,
+            channels=config.dsa_indexer_head_dim,
+            topk=config.dsa_indexer_topk,
+        )
+        heads, C, D = self.selection.heads, self.selection.channels, config.hidden_size
+        whole: dict[str, Any] = {"axis": setup.ctx.tp, **setup.factory_kwargs}
+        self.q_up = ReplicatedLinear(config.q_lora_rank, heads * C, **whole)
+        self.k = ReplicatedLinear(D, C, **whole)
+        self.k_norm = LayerNorm(
+            C, epsilon=LATENT_EPSILON, replicas=setup.ctx.tp, **setup.factory_kwargs
+        )
+        self.weights = ReplicatedLinear(D, heads, **whole)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(
+        self, x: Float[Tensor, "s B D"], x_q: Float[Tensor, "s B R"], rotary: RotaryTables
+    ) -> tuple[Float[Tensor, "S B I C"], Float[Tensor, "S B I"], Float[Tensor, "S B C"]]:
+        """Return queries, weights of heads and keys of all tokens.
+
+        All-gathers latent vectors, keys and weights under sequence parallelism.
+        """
+        heads, C = self.selection.heads, self.selection.channels
+        k, weights = self.k_norm(self.k(x)), self.weights(x)
+        if self.sequence_parallel:
+            x_q, k, weights = (all_gather(part, self.tp) for part in (x_q, k, weights))
+        q = rotate(self.q_up(x_q).unflatten(-1, (heads, C)), rotary)
+        k = rotate(k.unsqueeze(2), rotary).squeeze(2)
+        return q, weights * (heads * C) ** -0.5, k
+
+
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention of one layer.
 
@@ -64,6 +128,7 @@ class LatentAttention(nn.Module):
         kv_norm: norm of the latent vector, or None.
         kv_up: latent vector to this rank's keys (their part that is not rotated) and values.
         proj: heads to D.
+        indexer: selects keys, with ``dsa_indexer_topk``, or None.
         tracker: records the largest scores of its heads in training, or None.
     """
 
@@ -105,6 +170,7 @@ class LatentAttention(nn.Module):
         self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
         self.kv_norm = self._norm(R, factory_kwargs)
         self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
+        self.indexer = Indexer(setup) if config.dsa_indexer_topk else None
         row: dict[str, Any] = {
             "bias": config.add_bias_linear,
             "gemm": setup.gemms.row,
@@ -134,8 +200,13 @@ class LatentAttention(nn.Module):
             inputs: their rotary tables, documents and state.
         """
         latents = (*self._latents(x), inputs)
+        index = None
+        if self.indexer is not None and inputs.rotary is not None:
+            index = self.indexer(x, latents[0], inputs.rotary)
         if inputs.state is not None:
-            mixed = self._decode(*latents, inputs.state.layer(self.layer))
+            mixed = self._decode(*latents, inputs.state.layer(self.layer), index)
+        elif (mask := self._selected(index, inputs.documents)) is not None:
+            mixed = self._mixed(*latents, mask)
         elif "mla_up_proj" in self.recomputed and self.training:
             mixed = recompute(self._mixed, *latents, streams=self.streams)
         else:
@@ -156,6 +227,20 @@ class LatentAttention(nn.Module):
         gather = gather_partial_from if self.sequence_parallel else copy_to
         return x_q, latent, gather(k_rotated, self.tp)
 
+    def _selected(
+        self, index: tuple[Tensor, ...] | None, documents: Documents | None
+    ) -> Tensor | None:
+        """Return a mask of the selected keys; None if every query attends to all of them."""
+        if self.indexer is None or index is None:
+            return None
+        (q, weights, k), topk = index, self.indexer.selection.topk
+        if len(k) <= topk:
+            return None
+        seen = visible_keys(len(q), len(k), device=q.device)
+        if documents is not None:
+            seen = same_document(documents, len(q), len(k), q.device).squeeze(1) & seen
+        return selected_keys(index_scores(q, weights, k), seen, topk)
+
     def _project_queries(self, x_q: Tensor) -> Tensor:
         return self.q_up(x_q) if self.config.q_lora_rank else self.q(x_q)
 
@@ -171,22 +256,36 @@ class LatentAttention(nn.Module):
         return x if rotary is None else rotate(x, rotary, self.config.rotary_interleaved)
 
     def _mixed(
-        self, x_q: Tensor, latent: Tensor, k_rotated: Tensor, inputs: BlockInputs
+        self,
+        x_q: Tensor,
+        latent: Tensor,
+        k_rotated: Tensor,
+        inputs: BlockInputs,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """Project up and attend."""
+        """Project up and attend, to the keys of a mask if there is one."""
         tensors = self._project_queries(x_q), self.kv_up(latent), k_rotated
         if "core_attn" in self.recomputed and self.training:
-            return recompute(self._core, *tensors, inputs, streams=self.streams)
-        return self._core(*tensors, inputs)
+            return recompute(self._core, *tensors, inputs, mask, streams=self.streams)
+        return self._core(*tensors, inputs, mask)
 
     def _core(
-        self, q: Tensor, kv: Tensor, k_rotated: Tensor, inputs: BlockInputs
+        self,
+        q: Tensor,
+        kv: Tensor,
+        k_rotated: Tensor,
+        inputs: BlockInputs,
+        mask: Tensor | None = None,
     ) -> Float[Tensor, "S B X"]:
         q = torch.cat(self._split_queries(q, inputs.rotary), -1)
         sizes = self.config.qk_head_dim, self.config.v_head_dim
         k_plain, v = kv.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
         shared = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
         k = torch.cat([k_plain, shared.expand(-1, -1, q.shape[2], -1)], -1)
+        if mask is not None:
+            prob = self.config.attention_dropout if self.training else 0.0
+            with self.streams.fork("tensor_parallel") if prob else nullcontext():
+                return attend_to_mask(q, k, v, mask, dropout_prob=prob).flatten(-2)
         return self._mix(q, k, v, inputs.documents).flatten(-2)  # [S, B, N, J] -> [S, B, N*J]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
@@ -226,6 +325,7 @@ class LatentAttention(nn.Module):
         k_rotated: Tensor,
         inputs: BlockInputs,
         remembered: LayerState,
+        index: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Float[Tensor, "S B X"]:
         """Attend to stored latent vectors: one key head, whose first channels are values.
 
@@ -240,12 +340,16 @@ class LatentAttention(nn.Module):
         if self.sequence_parallel:
             latent = gather_partial_from(latent, self.tp)
         q = torch.cat([torch.einsum("sbnh,nhr->sbnr", plain, to_keys), q_rotated], -1)
-        # A state divides scores by the root of q's width; undo it in favour of the heads'
-        # width.
+        # A state divides scores by the root of q's width (without the indexer's channels); undo
+        # it in favour of the heads' width.
         q = q * math.sqrt(q.shape[-1] / sum(self.key_sizes))
         k_rotated = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
         k = torch.cat([latent.unsqueeze(2), k_rotated], -1)
-        mixed = remembered.attend(q, k, None, value_dim=R, backend=self.backend)
+        rules: dict[str, Any] = {"value_dim": R, "backend": self.backend}
+        if self.indexer is not None and index is not None:
+            q, k = pack_queries(q, index[0], index[1]), pack_keys(k, index[2])
+            rules["selection"] = self.indexer.selection
+        mixed = remembered.attend(q, k, None, **rules)[:, :, : plain.shape[2]]
         return torch.einsum("sbnr,njr->sbnj", mixed, to_values).flatten(-2)
 
 

@@ -17,6 +17,7 @@ from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
 from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.sharding import ParamLayout, whole
 
 Norm = RMSNorm | LayerNorm | nn.Identity
 """Norm before a mixer; the identity in families that norm only outputs of mixers."""
@@ -61,6 +62,28 @@ class Residual(NamedTuple):
             return norm(settled.x), settled
         normed, total = norm.add_and_norm(self.x, self.branch)
         return normed, Residual(total, None, self.aux)
+
+
+class OutputScale(nn.Module):
+    """Multiplies a tensor by one number that is not trained (``--layer-output-scale``).
+
+    Attributes:
+        weight: ``[1]``, 1 until it is loaded; a parameter, so that checkpoints store it.
+    """
+
+    def __init__(self, replicas: Axis, **factory_kwargs: Any) -> None:
+        """Allocate the number; ``replicas`` are the ranks that hold it."""
+        super().__init__()
+        self.replicas = replicas
+        self.weight = nn.Parameter(torch.ones(1, **factory_kwargs), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
+        """Multiply."""
+        return x * self.weight
+
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Describe the number, see ``mcore_parallel.sharding``."""
+        return {"weight": whole("", (1,), self.replicas)}
 
 
 def stream_cuts(ctx: ParallelContext) -> Axis:

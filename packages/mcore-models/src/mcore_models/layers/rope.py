@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
 from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 from mcore_models.kernels.rope import RotaryTables, rotary_split
-from mcore_models.logical_tensors import head_dim
+from mcore_models.logical_tensors import head_dim, qkv_parts
 from mcore_parallel.optional_kernels import KernelFunction
 
 
@@ -81,6 +81,9 @@ def rotary_frequencies(
         frequencies = _stretch(frequencies, config)
     if config.rope_type == "yarn":
         frequencies = _yarn(frequencies, config)
+    if config.rope_type == "proportional":
+        turning = int(config.rotary_percent * rotary_size(config)) // 2
+        frequencies[turning:] = 0.0
     if config.rope_type == "longrope":
         is_long = length > config.original_max_position_embeddings
         factors = config.longrope_long_factor if is_long else config.longrope_short_factor
@@ -108,7 +111,7 @@ def rotary_magnitude(config: TransformerConfig) -> float:
 def _base_frequencies(
     config: TransformerConfig, base: float, device: torch.device | str | None
 ) -> Float[Tensor, " h"]:
-    size = rotary_size(config)
+    size = rotary_size(config)  # odd: the last of (size + 1) / 2 pairs rotates as well
     exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
     return base**-exponents
 
@@ -158,7 +161,8 @@ def rotary_kernel(config: TransformerConfig) -> KernelFunction[..., Any] | None:
     """Return the kernel that splits, norms and rotates the heads of a model, or None."""
     is_rope = config.position_embedding_type == "rope" and not config.multi_latent_attention
     is_plain = not (config.rotary_interleaved or config.qk_l2_norm)
-    is_plain = is_plain and not config.attention_output_gate
+    is_plain = is_plain and not (config.attention_output_gate or config.qk_norm_after_rope)
+    is_plain = is_plain and not config.value_norm and qkv_parts(config) == ("q", "k", "v")
     if not (is_rope and is_plain and rotary_size(config) == head_dim(config)):
         return None
     if not config.qk_layernorm:
@@ -189,18 +193,18 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     Reference:
         Peng et al. 2023, YaRN, arXiv:2309.00071, section 3.2.
     """
-    pairs, context = frequencies.shape[0], config.original_max_position_embeddings
+    size, context = rotary_size(config), config.original_max_position_embeddings
 
     def channel(turns: float) -> float:
         """Return the pair that makes this number of turns within the original context."""
         ratio = context / (2 * math.pi * turns)
-        return pairs * math.log(ratio) / math.log(config.rotary_base)
+        return size / 2 * math.log(ratio) / math.log(config.rotary_base)
 
     ends = channel(config.beta_fast), channel(config.beta_slow)
     if config.yarn_correction_range_round_to_int:
         ends = math.floor(ends[0]), math.ceil(ends[1])
-    low, high = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
-    index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
+    low, high = max(ends[0], 0), min(ends[1], size - 1)
+    index = torch.arange(frequencies.shape[0], dtype=torch.float64, device=frequencies.device)
     # A step if both bounds are equal.
     stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return frequencies * (1 - stretched + stretched / config.rotary_scaling_factor)

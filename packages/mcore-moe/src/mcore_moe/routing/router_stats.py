@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mcore_moe.routing.load_balancing import updated_expert_bias
 from mcore_moe.routing.router import Router
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optimizers.update_rule import unless_applied
 
 LOAD_PERCENTILES = (10, 50, 90)
 """Percentiles of the experts' loads in ``SUMMARY``."""
@@ -94,7 +95,9 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: m for name, m in model.named_modules() if isinstance(m, Router)}
 
 
-def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]:
+def finish_step(
+    model: nn.Module, axis: Axis = SINGLE, is_applied: Bool[Tensor, ""] | None = None
+) -> dict[str, RouterStats]:
     """Close a step for all routers: move expert biases in place, clear the counts.
 
     One all-reduce over ``axis``; all ranks of ``axis`` call this function once a step. Without
@@ -103,6 +106,7 @@ def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]
     Args:
         model: a model or a part of it; pipeline stages may have different numbers of routers.
         axis: all ranks that share a step's batch (tp x cp x dp).
+        is_applied: where it is false, expert biases stay; None: they move.
 
     Returns:
         Statistics of each router, by path, on the model's device.
@@ -124,7 +128,9 @@ def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]
             losses = torch.stack(sums) / num_passes.clamp(min=1)
             if router.expert_bias is not None:
                 rate = router.config.moe_router_bias_update_rate
-                router.expert_bias.copy_(updated_expert_bias(router.expert_bias, counts, rate))
+                with unless_applied(is_applied, (router.expert_bias,)):
+                    bias = updated_expert_bias(router.expert_bias, counts, rate)
+                    router.expert_bias.copy_(bias)
             bias = None if router.expert_bias is None else router.expert_bias.detach().clone()
             stats[name] = RouterStats(counts, num_dropped, bias, losses)
             for buffer in router.buffers():

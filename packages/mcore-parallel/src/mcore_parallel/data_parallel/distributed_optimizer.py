@@ -11,6 +11,7 @@ matrices by a ``MatrixExchange``, between two elementwise parts on the ranges.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
@@ -45,7 +46,14 @@ from mcore_parallel.data_parallel.optimizer_segments import (
 from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
-from mcore_parallel.optimizers.update_rule import AnyRule, MatrixRule, UpdateGroup, UpdateRule
+from mcore_parallel.optimizers.update_rule import (
+    AVERAGE,
+    AnyRule,
+    MatrixRule,
+    UpdateGroup,
+    UpdateRule,
+    unless_applied,
+)
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -68,6 +76,7 @@ class _Rates:
     weight_decay: float
     grad_scale: Float[Tensor, ""] | float
     row_factors: RowFactors
+    is_applied: Bool[Tensor, ""] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,7 @@ class DistributedOptimizer:
         host_share: float = 0.0,
         host_folder: str = "",
         has_main: bool = True,
+        ema_decay: float = 0.0,
         matrix_tp_mode: TPMode = "distributed",
     ) -> None:
         """Allocate main weights and moments of this rank's ranges.
@@ -115,6 +125,8 @@ class DistributedOptimizer:
             host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
+            ema_decay: share that an exponential moving average of the weights keeps of itself
+                in an update; 0: there is none.
             matrix_tp_mode: what tensor ranks do with matrices that they share, see
                 ``MuonConfig.muon_tp_mode``.
 
@@ -125,7 +137,7 @@ class DistributedOptimizer:
         self.data_parallel = data_parallel
         self.rule = rule
         self.num_steps = 0
-        self._has_main = has_main
+        self._has_main, self._ema_decay = has_main, ema_decay
         order = data_parallel.update_order
         groups = {
             named.parameter: group_of(named) if group_of else _plain_group(rule, named)
@@ -140,13 +152,16 @@ class DistributedOptimizer:
         if not has_main:
             check_rounding(data_parallel.units)
         shared_out = list(share_out(order, groups, host_share))
-        size = bytes_on_host(shared_out, has_main)
+        has_average = ema_decay > 0.0
+        size = bytes_on_host(shared_out, has_main, has_average)
         if host_folder:
             memory = allocate_state_file(size, host_folder)
         else:
             memory = allocate_state(size, device)
         self._segments: dict[OwnedUnit, list[Segment]] = {
-            unit: [new_segment(unit, part, has_main, memory.zeros) for part in parts]
+            unit: [
+                new_segment(unit, part, has_main, has_average, memory.zeros) for part in parts
+            ]
             for unit, parts in shared_out
         }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
@@ -181,6 +196,7 @@ class DistributedOptimizer:
         grad_scale: Float[Tensor, ""] | float = 1.0,
         row_factors: RowFactors = NO_FACTORS,
         named_lrs: Mapping[str, float] = NO_RATES,
+        is_applied: Bool[Tensor, ""] | None = None,
     ) -> None:
         """Update the weights on every rank.
 
@@ -191,6 +207,9 @@ class DistributedOptimizer:
             row_factors: multiply rows of parameters after their update, by the parameters'
                 names: one factor for each row of this rank, equal on all that hold the row.
             named_lrs: learning rates of the groups with an ``lr_name``.
+            is_applied: equal on all ranks, read on the device: where it is false, weights and
+                state keep all their bits, and the caller takes one from ``num_steps`` once it
+                learns of it. None: the step is applied, without the copies that this needs.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -202,7 +221,9 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
-        rates = _Rates(self.num_steps, lr, named_lrs, weight_decay, grad_scale, row_factors)
+        rates = _Rates(
+            self.num_steps, lr, named_lrs, weight_decay, grad_scale, row_factors, is_applied
+        )
         flats: dict[int, Tensor] = {}  # messages, then directions, by chunk
         with self._host.updating():
             for unit in self.data_parallel.gathering():
@@ -226,7 +247,7 @@ class DistributedOptimizer:
         if work.kind == "send":  # no message was written where the rank owns nothing
             exchange.send(chunk, flats.pop(chunk) if chunk in flats else exchange.flat(chunk))
         elif work.kind == "compute":
-            exchange.compute(chunk, rates.num_steps)
+            exchange.compute(chunk, rates.num_steps, rates.is_applied)
         elif work.kind == "receive":
             flats[chunk] = exchange.receive(chunk)
         elif work.kind == "free":
@@ -269,16 +290,20 @@ class DistributedOptimizer:
                 grad_scale=scale if width == 1.0 else scale * width,
             )
         is_narrow = run.main.dtype == torch.bfloat16
-        length = _RUN if is_narrow else max(1, run.main.numel())
+        is_cut = is_narrow or rates.is_applied is not None  # copies are made
+        length = _RUN if is_cut else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
             main = run.main[cut].float() if is_narrow else run.main[cut]
             target = main if is_narrow else run.weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            update(main, change[cut], moments, target)
-            if rates.row_factors:
-                owned = list(clipped(run.owned, begin, begin + main.numel()))
-                _scale_rows(owned, rates.row_factors, main, target)
+            with unless_applied(rates.is_applied, (main, target, *moments.values())):
+                update(main, change[cut], moments, target)
+                if rates.row_factors:
+                    owned = list(clipped(run.owned, begin, begin + main.numel()))
+                    _scale_rows(owned, rates.row_factors, main, target)
+                if self._ema_decay:
+                    moments[AVERAGE].lerp_(main, 1 - self._ema_decay)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
@@ -312,6 +337,39 @@ class DistributedOptimizer:
             described = self.data_parallel.owned_shards(flats)
             shards.update({f"{kind}.{name}": shard for name, shard in described.items()})
         return shards
+
+    def restart_average(self) -> None:
+        """Set averaged weights to the main weights, where there are any; no communication."""
+        for segment in (s for each in self._segments.values() for s in each):
+            if AVERAGE in segment.moments:
+                segment.moments[AVERAGE].copy_(segment.main)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model its averaged weights inside, then the trained ones, bit for bit.
+
+        Gathers over the data ranks twice. This rank's part of the weights is copied meanwhile.
+        """
+        self.data_parallel.wait_params()
+        trained: list[tuple[Tensor, Tensor]] = []
+        for unit in self.data_parallel.gathering():
+            for segment in self._segments[unit]:
+                targets = [segment.weights]
+                if unit.own_main() is not None:
+                    targets.append(segment_view(unit.own_weights(), segment))
+                for target in targets:
+                    trained.append((target, target.clone()))
+                    target.copy_(segment.moments[AVERAGE])
+        self.data_parallel.wait_params()
+        try:
+            yield
+        finally:
+            copies = iter(trained)
+            for unit in self.data_parallel.gathering():
+                for _ in range(len(self._segments[unit]) * (1 + (unit.own_main() is not None))):
+                    target, copy = next(copies)
+                    target.copy_(copy)
+            self.data_parallel.wait_params()
 
     def refresh(self, *, from_parameters: bool = False) -> None:
         """Make weights and main weights agree after a load; gathers over the data ranks.
@@ -449,7 +507,8 @@ def _write_message(run: SegmentRun, rates: _Rates, flat: Tensor) -> None:
     for begin in range(0, flat.numel(), _RUN):
         cut = slice(begin, begin + _RUN)
         moments = {name: moment[cut] for name, moment in run.moments.items()}
-        flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
+        with unless_applied(rates.is_applied, moments.values()):
+            flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
 
 
 def _apply_direction(

@@ -19,12 +19,18 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from mcore_parallel.collectives import gather_bytes, start_all_to_all, wait
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit
 from mcore_parallel.mesh import Axis
-from mcore_parallel.optimizers.update_rule import MatrixRule, Shape, UpdateGroup
+from mcore_parallel.optimizers.update_rule import (
+    MatrixRule,
+    Shape,
+    UpdateGroup,
+    unless_applied,
+)
 from mcore_parallel.sharding import Box, NamedParameter, Piece, Shard, flat_pieces
 
 CHUNK_ELEMENTS = 1 << 26
@@ -253,12 +259,15 @@ class MatrixExchange:
         ]
         here.on_way = self._exchange(packed, send, receive)
 
-    def compute(self, chunk: int, num_steps: int) -> None:
+    def compute(
+        self, chunk: int, num_steps: int, is_applied: Bool[Tensor, ""] | None = None
+    ) -> None:
         """Compute the matrices that this rank owns, and begin to send their directions.
 
         Args:
             chunk: its number; its messages are on their way.
             num_steps: of this update, counted from 1.
+            is_applied: where it is false, state keeps its bits; None: the step is applied.
         """
         here, me = self._chunks[chunk], self._stage.rank
         assert here.on_way is not None
@@ -283,7 +292,9 @@ class MatrixExchange:
             )
         directions: dict[_Task, Tensor] = {}
         for batch, stack in zip(here.batches, stacks, strict=True):
-            found = batch.tasks[0].rule.direction(stack, batch.state, num_steps=num_steps)
+            rule = batch.tasks[0].rule
+            with unless_applied(is_applied, batch.state.values()):
+                found = rule.direction(stack, batch.state, num_steps=num_steps)
             directions |= zip(batch.tasks, found.to(self.wire_dtype).unbind(), strict=True)
         packed, send, receive = [], [], []
         for rank in self._ranks():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
 from mcore_parallel.offloading.config import PIECE_BYTES
-from mcore_parallel.optimizers.update_rule import AnyRule, UpdateGroup
+from mcore_parallel.optimizers.update_rule import AVERAGE, AnyRule, UpdateGroup
 from mcore_parallel.sharding import NamedParameter
 
 _CUT_MULTIPLE = 64
@@ -61,11 +61,13 @@ class SegmentRun:
 
     def only_moments(self) -> "SegmentRun":
         """Return the run with moments alone as its state: the part before a matrix."""
-        return replace(self, main=self.weights)
+        moments = {name: m for name, m in self.moments.items() if name != AVERAGE}
+        return replace(self, main=self.weights, moments=moments)
 
     def only_main(self) -> "SegmentRun":
-        """Return the run with main weights alone as its state: the part after a matrix."""
-        return replace(self, moments={})
+        """Return the run with main weights and their average alone: the part after a matrix."""
+        moments = {name: m for name, m in self.moments.items() if name == AVERAGE}
+        return replace(self, moments=moments)
 
     def state(self) -> list[Tensor]:
         """List the tensors of the state; see ``_kept``."""
@@ -144,12 +146,12 @@ def _by_rule(
         yield begin, size, rule
 
 
-def bytes_on_host(shared_out: SharedOut, has_main: bool) -> int:
+def bytes_on_host(shared_out: SharedOut, has_main: bool, has_average: bool) -> int:
     """Count the bytes of the host's parts, each tensor padded to 8."""
     total = 0
     for unit, parts in shared_out:
         for part in (part for part in parts if part.on_host):
-            for dtype in _kept_dtypes(unit, part.rule, has_main).values():
+            for dtype in _kept_dtypes(unit, part.rule, has_main, has_average).values():
                 total += -(-(part.stop - part.begin) * dtype.itemsize // 8) * 8
     return total
 
@@ -178,18 +180,23 @@ def has_weight_decay(named: NamedParameter) -> bool:
 
 
 def new_segment(
-    unit: OwnedUnit, part: _Range, has_main: bool, host_zeros: Callable[..., Tensor]
+    unit: OwnedUnit,
+    part: _Range,
+    has_main: bool,
+    has_average: bool,
+    host_zeros: Callable[..., Tensor],
 ) -> Segment:
-    """Allocate the state of a part of a unit; main weights are copied from it.
+    """Allocate the state of a part of a unit; main weights and averages are copied from it.
 
     Args:
         unit: what this rank owns of it.
         part: of it.
         has_main: whether 16-bit weights have main weights.
+        has_average: whether an average of the weights is kept beside the rule's moments.
         host_zeros: makes a tensor of the host's parts, as ``torch.zeros`` does.
     """
     weights = _updated(unit)[part.begin : part.stop]
-    dtypes = _kept_dtypes(unit, part.rule, has_main)
+    dtypes = _kept_dtypes(unit, part.rule, has_main, has_average)
     shape, make = tuple(weights.shape), host_zeros
     if not part.on_host:
         make = partial(torch.zeros, device=weights.device)
@@ -197,6 +204,8 @@ def new_segment(
     if wide is not None:  # widened where it is kept: the device may have no room for it
         main = make(shape, dtype=wide).copy_(weights.cpu() if part.on_host else weights)
     moments = {name: make(shape, dtype=dtype) for name, dtype in dtypes.items()}
+    if AVERAGE in moments:
+        moments[AVERAGE].copy_(main)
     return Segment(unit, part.rule, part.begin, main, moments, weights, part.on_host)
 
 
@@ -206,13 +215,16 @@ def _updated(unit: OwnedUnit) -> Tensor:
     return unit.own_weights() if own is None else own
 
 
-def _kept_dtypes(unit: OwnedUnit, rule: AnyRule, has_main: bool) -> dict[str, torch.dtype]:
+def _kept_dtypes(
+    unit: OwnedUnit, rule: AnyRule, has_main: bool, has_average: bool
+) -> dict[str, torch.dtype]:
     """Return the dtypes of the state: of the moments, and of ``main`` if it is apart."""
     narrow = _updated(unit).dtype
     wide = torch.promote_types(narrow, torch.float32)
     kept = {"main": wide} if has_main and wide != narrow else {}
-    moments = rule.moments.items()
-    return kept | {name: torch.bfloat16 if m == "bf16" else wide for name, m in moments}
+    for name, moment in rule.moments.items():
+        kept[name] = torch.bfloat16 if moment == "bf16" else wide
+    return kept | ({AVERAGE: wide} if has_average else {})
 
 
 def build_runs(

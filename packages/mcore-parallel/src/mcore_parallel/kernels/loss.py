@@ -98,6 +98,7 @@ def _softmax_gradient(
     first,
     hit,
     smooth,
+    slope,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -105,9 +106,10 @@ def _softmax_gradient(
     columns = tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
     shift = tl.load(log_sum + row)
+    gain = 1.0 + slope * shift
     label = tl.load(labels + row) - first
     kind = logits.dtype.element_ty
-    # gradient = weight * (exp(x - log_sum) - smooth - hit [column is the label])
+    # gradient = weight * ((1 + slope log_sum) exp(x - log_sum) - smooth - hit [is the label])
     if weight == 0.0:  # a masked token gets zeros even if its logits are NaN
         for start in range(0, padded, BLOCK):
             column = start + columns
@@ -116,13 +118,15 @@ def _softmax_gradient(
         whole = width // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             x = tl.load(base + start + columns).to(tl.float32)
-            grad = tl.exp(x - shift) - smooth - tl.where(start + columns == label, hit, 0.0)
+            grad = (
+                gain * tl.exp(x - shift) - smooth - tl.where(start + columns == label, hit, 0.0)
+            )
             tl.store(base + start + columns, (grad * weight).to(kind))
         for start in range(whole, padded, BLOCK):
             column = start + columns
             inside = column < width
             x = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
-            grad = tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
+            grad = gain * tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
             grad = tl.where(inside, grad * weight, 0.0)
             tl.store(base + column, grad.to(kind), mask=column < padded)
 
@@ -157,10 +161,12 @@ def softmax_gradient_plain(
     first: int,
     label_smoothing: float,
     vocab_size: int,
+    z_loss: float = 0.0,
 ) -> None:
     """Compute ``softmax_gradient_`` in plain torch, in place."""
     wide = logits[:, :width].to(log_sum.dtype)
-    grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
+    gain = 1.0 + 2.0 * z_loss * log_sum[:, None]
+    grad = gain * torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
     local = labels - first
     mine = (local >= 0) & (local < width)
     grad[mine.nonzero().squeeze(1), local[mine]] -= 1.0 - label_smoothing
@@ -186,7 +192,7 @@ def _gradient_samples(
     labels = torch.tensor([3, 1], device=device)
     log_sum, weights = (torch.ones(2, device=device) for _ in range(2))
     logits = wave(2, 64, device=device, dtype=dtype)
-    yield Sample(logits, labels, log_sum, weights, 60, 0, 0.1, 60)
+    yield Sample(logits, labels, log_sum, weights, 60, 0, 0.1, 60, 1e-2)
 
 
 @optional_kernel(
@@ -247,6 +253,7 @@ def softmax_gradient_(
     first: int,
     label_smoothing: float,
     vocab_size: int,
+    z_loss: float = 0.0,
 ) -> None:
     """Overwrite logits by the gradient of the weighted loss.
 
@@ -259,6 +266,7 @@ def softmax_gradient_(
         first: global id of column 0.
         label_smoothing: probability spread evenly over the vocabulary.
         vocab_size: vocabulary of all ranks without padding.
+        z_loss: factor of ``log_sum`` squared in the loss.
     """
     _softmax_gradient[(logits.shape[0],)](
         logits,
@@ -271,6 +279,7 @@ def softmax_gradient_(
         first,
         1.0 - label_smoothing,
         label_smoothing / vocab_size,
+        2.0 * z_loss,
         _BLOCK,
         num_warps=_BLOCK_WARPS,
     )

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mcore_base.options import ON, Options, Rule, option
+from mcore_base.options import ON, Because, Options, Rule, option
 
-MATRIX_OPTIMIZERS = ("muon", "soap")
+MATRIX_OPTIMIZERS = ("muon", "soap", "adafactor")
 """Choices of --optimizer that update matrices; AdamW updates all other parameters."""
 
 
@@ -57,6 +57,35 @@ class LionConfig(Options):
 
     lion_beta2: float = option(0.98, minimum=0, below=1)
     """Decay of the momentum, 0 to below 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleFreeConfig(Options):
+    """Schedule-Free AdamW: averaging in place of a decay (Defazio et al. 2024)."""
+
+    part_of: ClassVar = {"optimizer": "schedule_free"}
+
+    schedule_free_beta1: float = option(0.9, above=0, below=1)
+    """Share of the averaged weights in those that gradients are computed at; above 0."""
+
+    schedule_free_beta2: float = option(0.999, minimum=0, below=1)
+    """Decay of the mean of squared gradients, 0 to below 1."""
+
+    schedule_free_eps: float = option(1e-8, above=0)
+    """Added to the root of the mean square; above 0."""
+
+    schedule_free_r: float = option(0.0, minimum=0)
+    """Step t counts in the average about as t to this power; 0: all steps alike. 1 or 2 lets
+    the average forget a long warm-up."""
+
+    rules = (
+        Rule(
+            ("optimizer", "lr_decay_style"),
+            lambda v: v.optimizer == "schedule_free" and v.lr_decay_style != "constant",
+            "--optimizer schedule_free needs no decay of the learning rate: give "
+            "--lr-decay-style constant, and a warm-up.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +191,23 @@ class SoapConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdafactorConfig(Options):
+    """Adafactor: a factored second moment (Shazeer and Stern 2018, arXiv:1804.04235)."""
+
+    part_of: ClassVar = {"optimizer": "adafactor"}
+
+    adafactor_beta2_decay: float = option(-0.8, below=0)
+    """Exponent d: step t has a share of t^d in the second moment."""
+
+    adafactor_clip_threshold: float = option(1.0, above=0)
+    """Root mean square above which the update of a matrix is scaled down to it."""
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Name the mean squares of rows and columns."""
+        return {"row": shape[:1], "column": shape[1:]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MainWeightsConfig(Options):
     """What the optimizer keeps of the weights themselves."""
 
@@ -169,6 +215,16 @@ class MainWeightsConfig(Options):
     """Format of the main weights of 16-bit weights. bf16: none are kept; an update is computed
     in fp32 and rounded to bf16 at random, up as often as it is near, so that small updates
     are not lost. Saves 4 bytes a weight."""
+
+    ema_decay: float = option(
+        0.0,
+        minimum=0,
+        below=1,
+        excludes={"optimizer": Because("which averages weights itself", "schedule_free")},
+    )
+    """Keep an exponential moving average of the weights, of which each update keeps this share,
+    such as 0.999; 0: none. float32, sharded and saved like moments, 4 bytes a weight;
+    --eval-average-weights scores it and mcore-ckpt average RUN writes it as a model."""
 
     rules = (
         Rule(

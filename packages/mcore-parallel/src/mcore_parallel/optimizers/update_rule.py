@@ -8,16 +8,20 @@ and a part on the matrix (``direction``), on one rank, to which
 ``data_parallel.matrix_exchange`` brings the messages of all others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 MomentDtype = Literal["fp32", "bf16"]
 """How a moment is kept: in the dtype of the main weights (fp32), or in bf16."""
+
+AVERAGE = "average"
+"""State that holds averaged weights, of ``ema_decay`` or of a rule that averages."""
 
 Shape = tuple[int, ...]
 
@@ -134,3 +138,25 @@ class UpdateGroup:
     the decay of a step stays lr * decay."""
     joins_parts: bool = False
     """Of a ``MatrixRule``: whether all parts of the parameter are one matrix of their rows."""
+
+
+@contextmanager
+def unless_applied(
+    is_applied: Bool[Tensor, ""] | None, tensors: Iterable[Tensor]
+) -> Iterator[None]:
+    """Give tensors their bits from before the block where ``is_applied`` is false.
+
+    Nothing waits for the device: the tensors are copied before, and selected after.
+
+    Args:
+        is_applied: on the device; None: the block alone, without copies.
+        tensors: what the block changes in place; views of equal memory are copied once.
+    """
+    if is_applied is None:
+        yield
+        return
+    unique = {tensor.data_ptr(): tensor for tensor in tensors}
+    before = [(tensor, tensor.clone()) for tensor in unique.values()]
+    yield
+    for tensor, copy in before:
+        torch.where(is_applied, tensor, copy, out=tensor)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optimizers.update_rule import unless_applied
 from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast
 from mcore_parallel.sharding import Piece, Shard
 
@@ -118,17 +119,21 @@ class DelayedScales:
         finally:
             self._is_recording = False
 
-    def move_on(self) -> None:
+    def move_on(self, is_applied: Bool[Tensor, ""] | None = None) -> None:
         """End a step: append the recorded magnitudes to the histories.
 
         All-reduces over all ranks that share the layers.
+
+        Args:
+            is_applied: where it is false, histories stay; None: they are appended to.
         """
         tensors = self._all
         seen = all_reduce(tensors.seen, self._axis, "max")
         # A zero or non-finite magnitude would be useless as a scale: repeat the latest one.
         latest = torch.where((seen > 0) & seen.isfinite(), seen, tensors.history[..., 0])
         earlier = tensors.history[..., :-1]
-        tensors.history.copy_(torch.cat((latest[..., None], earlier), -1))
+        with unless_applied(is_applied, (tensors.history,)):
+            tensors.history.copy_(torch.cat((latest[..., None], earlier), -1))
         self._update_amax()
         self.is_fresh = False
 

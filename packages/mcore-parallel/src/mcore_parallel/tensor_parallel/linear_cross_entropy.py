@@ -32,6 +32,7 @@ def head_loss(
     axis: Axis = SINGLE,
     sequence_parallel: bool = False,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "B Q"]]:
@@ -54,6 +55,8 @@ def head_loss(
         axis: ranks that split the vocabulary.
         sequence_parallel: whether ``x`` is split along the sequence.
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        z_loss: adds so many times log(Z)^2 to each token's loss, with Z the sum of the
+            exponentials of the logits (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, 5).
         softcap: logits become softcap x tanh(logit / softcap) before the loss; 0: no cap.
         chunk_tokens: tokens of a chunk, whose logits are in memory together.
 
@@ -92,6 +95,7 @@ def head_loss(
             vocab_size,
             axis,
             label_smoothing,
+            z_loss,
             softcap,
             chunk_tokens,
         )
@@ -110,6 +114,7 @@ class _HeadLoss(OnceDifferentiable):
         vocab_size: int,
         axis: Axis,
         label_smoothing: float,
+        z_loss: float,
         softcap: float,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ class _HeadLoss(OnceDifferentiable):
         weights = weights.to(wide)
         first = axis.rank * weight.shape[0]  # vocabulary id of this rank's first row
         width = min(max(vocab_size - first, 0), weight.shape[0])  # rows that are not padding
-        shape = width, first, label_smoothing, vocab_size
+        shape = width, first, label_smoothing, vocab_size, z_loss
         needs_grad, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         dx = torch.empty_like(x if needs_grad else x[:0])
         slot = ctx.slot = slot_of(weight)
@@ -143,6 +148,8 @@ class _HeadLoss(OnceDifferentiable):
             # Smoothing: (1 - s) (log_sum - z_y) + s (log_sum - mean of z over the vocabulary).
             smooth_loss = log_sum - plain / vocab_size
             losses[part] = torch.lerp(log_sum - target, smooth_loss, label_smoothing)
+            if z_loss:
+                losses[part] += z_loss * log_sum.square()
             if needs_grad:
                 # The gradient of the logits replaces the logits in memory.
                 softmax_gradient_(logits, labels[part], log_sum, weights[part], *shape)
@@ -166,7 +173,7 @@ class _HeadLoss(OnceDifferentiable):
         if ctx.slot is not None:
             ctx.slot.ready()
         grad_weight = dw[0].to(ctx.dtype) if dw else None
-        return dx, grad_weight, *(None,) * 8
+        return dx, grad_weight, *(None,) * 9
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:

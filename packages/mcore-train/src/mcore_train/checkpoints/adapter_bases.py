@@ -13,8 +13,8 @@ from mcore_base.options import flag, idle_options
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_models.config import config_to_dict, layers_skip
-from mcore_models.layer_patterns import without_stage_marks
+from mcore_models.config import config_to_dict
+from mcore_models.layer_patterns import layers_skip, without_stage_marks
 from mcore_models.logical_tensors import moe_layers
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
@@ -30,7 +30,7 @@ _FREE = ("lora_dropout", "peft_base_bits")
 
 FREE = frozenset(
     (
-        *("hidden_dropout", "attention_dropout"),
+        *("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss_coeff"),
         *("max_position_embeddings", "make_vocab_size_divisible_by", "mamba_chunk_size"),
         *("init_method_std", "embedding_init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
@@ -99,6 +99,7 @@ def load_base(run: Run, folder: Path | None) -> Origin:
         for chunk in run.chunks:
             start_magnitudes(chunk, {n.removeprefix("model."): weights[n] for n in weights})
     run.optimizer.refresh(from_parameters=True)
+    run.optimizer.restart_average()
     adapter_base = str(base if is_store(base) else base.resolve()) if has_adapters else ""
     return Origin(checkpoint=str(base), adapter_base=adapter_base)
 

@@ -30,7 +30,7 @@ from mcore_train.checkpoints.adapter_bases import model_description
 from mcore_train.checkpoints.resuming import Snapshot, state_shards, take_snapshot
 from mcore_train.checkpoints.side_state import hf_words
 from mcore_train.guards.nan_guard import NonFiniteError
-from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter
+from mcore_train.reporting.log import METRICS, SAMPLES, SPIKES, TENSORBOARD, Reporter
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,10 @@ class Checkpoints:
         """Move a save in the background on; once a step."""
         self._note(self._saver.poll())
 
+    def wait(self) -> None:
+        """Wait until a save in the background is durable or has failed."""
+        self._note(self._saver.wait())
+
     def finish(self) -> None:
         """Save the run's current step, unless it is durable already.
 
@@ -191,12 +195,12 @@ class Checkpoints:
         """
         if not self._folder:
             return
-        self._note(self._saver.wait())
+        self.wait()
         if self._saved_step == self._run.progress.iteration:
             return
         if self.is_async:
             self.save()
-            self._note(self._saver.wait())
+            self.wait()
         if self._saved_step != self._run.progress.iteration:
             self._save_now()
 
@@ -248,6 +252,6 @@ def clear_run_folder(save: str, ctx: ParallelContext) -> None:
         with FolderLock(save):
             remove_steps(save)
             if not is_store(as_path(save)):
-                for name in (METRICS, SAMPLES):
+                for name in (METRICS, SAMPLES, SPIKES):
                     (as_path(save) / name).unlink(missing_ok=True)
                 shutil.rmtree(as_path(save) / TENSORBOARD, ignore_errors=True)

@@ -32,6 +32,7 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.optimizers.update_rule import AVERAGE
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.batches.batch_ramp import BatchRamp
@@ -60,7 +61,7 @@ from mcore_train.checkpoints.side_state import (
     rng_shards,
     side_numbers,
     take_fp8_histories,
-    take_loss_scale,
+    take_side_numbers,
     take_streams,
     wanted_fp8_shards,
 )
@@ -77,7 +78,7 @@ from mcore_train.updating.lr_schedule import (
 
 log = logging.getLogger(__name__)
 
-_MAIN = "optimizer.main."
+_MAIN, _AVERAGE = "optimizer.main.", f"optimizer.{AVERAGE}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +187,13 @@ def _load(run: Run) -> Run:
     if options.finetune or "iteration" not in extra:
         load_weights(run, folder, saved_weights(run))
         run.optimizer.refresh(from_parameters=True)
+        run.optimizer.restart_average()
         return run
     file = folder / PLAN_FILE
     data_plan_text = file.read_text("utf-8") if file.is_file() else ""
     plan = _plan_from(extra, run.plan, data_plan_text)
-    _load_state(run, folder, extra)
+    options = run.plan.config.loading
+    _load_state(run, folder, extra, load_optim=options.load_optim, load_rng=options.load_rng)
     return _continue_after(run, plan, extra, data_plan_text)
 
 
@@ -226,6 +229,8 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
+    if not with_optimizer:
+        run.optimizer.restart_average()
     run = replace(run, origin=replace(run.origin, checkpoint=str(where)))
     return _continue_after(run, plan, extra, data_plan_text)
 
@@ -254,7 +259,7 @@ def _continue_after(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_te
     progress.schedule_samples = extra["schedule_samples"]
     progress.batch_size_phases = batch_sizes(extra, data_plan_text)
     _warn_of_changed_rate(run, parse_schedule(extra["schedule"], plan.schedule))
-    take_loss_scale(run, extra)
+    take_side_numbers(run, extra)
     _warn_of_changed_seed(run, extra.get("recipe", {}).get("seed", RunConfig().seed))
     _check_data(run, data_plan_text, ramp_of_data)
     return run
@@ -376,18 +381,42 @@ def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
             )
 
 
-def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
+def rewind(run: Run, folder: Path) -> None:
+    """Take weights, optimizer, random streams and schedule from an earlier step of the run.
+
+    The count of steps and the place in the data stay. All ranks call it together.
+
+    Args:
+        run: changed in place.
+        folder: of the step.
+    """
+    extra = checkpoint_extra(folder)
+    run.data_parallel.wait_params()
+    _load_state(run, folder, extra, load_optim=True, load_rng=True)
+    run.progress.schedule_samples = extra["schedule_samples"]
+    take_side_numbers(run, extra)
+
+
+def _load_state(
+    run: Run, folder: Path, extra: Mapping[str, Any], *, load_optim: bool, load_rng: bool
+) -> None:
     """Load weights, optimizer state and, under the same layout, random streams."""
-    with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
+    with_optimizer = load_optim and "num_steps" in extra
     state = optimizer_shards(run) if with_optimizer else {}
     if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
         # The run that saved it had no main weights: they are copied from the weights.
         state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
+    # An average that the run begins to keep starts from the weights.
+    has_average = any(name.startswith(_AVERAGE) for name in read_index(folder).tensors)
+    if not has_average:
+        state = {n: shard for n, shard in state.items() if not n.startswith(_AVERAGE)}
     shards = saved_weights(run) | state
-    rng = rng_shards(run) if _streams_fit(run, extra) else {}
+    rng = rng_shards(run) if load_rng and _streams_fit(run, extra) else {}
     scales = wanted_fp8_shards(run, extra)
     wants_main = any(name.startswith(_MAIN) for name in state)
-    parts = {"optimizer.": with_optimizer, _MAIN: wants_main, "rng.": rng, "fp8.": scales}
+    wants_average = any(name.startswith(_AVERAGE) for name in state)
+    parts = {"optimizer.": with_optimizer, _MAIN: wants_main, _AVERAGE: wants_average}
+    parts |= {"rng.": rng, "fp8.": scales}
     ignore = tuple(prefix for prefix, is_taken in parts.items() if not is_taken)
     load(folder, shards | rng | scales, ignore=ignore, **load_options(run))
     take_fp8_histories(run)
@@ -396,6 +425,8 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not wants_main)
+    if not wants_average:
+        run.optimizer.restart_average()
 
 
 def optimizer_shards(run: Run) -> dict[str, Shard]:
@@ -428,9 +459,7 @@ def _extra(run: Run) -> dict[str, Any]:
 
 def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's random streams belong to this same layout."""
-    plan, options = run.plan, run.plan.config.loading
-    if not options.load_rng:
-        return False
+    plan = run.plan
     here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
     # JSON has lists in the place of tuples, and a checkpoint lacks newer options.
     before = asdict(ParallelConfig()) | extra["parallel"]

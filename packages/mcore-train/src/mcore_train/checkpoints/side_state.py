@@ -1,4 +1,4 @@
-"""State of a run other than weights and optimizer: random streams, loss and fp8 scales.
+"""State of a run beside weights and optimizer: random streams, scales, recent losses.
 
 Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
 (``fp8.<linear>.history``), which any layout loads.
@@ -59,7 +59,10 @@ def take_fp8_histories(run: Run) -> None:
 def side_numbers(run: Run) -> dict[str, Any]:
     """Return the plain numbers of this state, for a checkpoint's index."""
     scale = {} if run.precision.loss_scaler is None else run.precision.loss_scaler.state()
-    return {"fp8_kind": fp8_kind(run), "loss_scale": scale}
+    found: dict[str, Any] = {"fp8_kind": fp8_kind(run), "loss_scale": scale}
+    if run.recent is not None:
+        found["recent_steps"] = {**run.recent.state(), "spikes": run.progress.spikes}
+    return found
 
 
 def hf_words(run: Run) -> dict[str, Any]:
@@ -77,7 +80,10 @@ def hf_words(run: Run) -> dict[str, Any]:
     return {} if begin is None else {"decoder_start_token_id": begin}
 
 
-def take_loss_scale(run: Run, extra: Mapping[str, Any]) -> None:
-    """Set the loss scale to a checkpoint's, if it had one."""
+def take_side_numbers(run: Run, extra: Mapping[str, Any]) -> None:
+    """Set the loss scale and the window of recent steps to a checkpoint's, if it had them."""
+    if run.recent is not None and (recent := extra.get("recent_steps")):
+        run.recent.set_state(recent)
+        run.progress.spikes = sorted({*run.progress.spikes, *recent["spikes"]})
     if run.precision.loss_scaler is not None and extra.get("loss_scale"):
         run.precision.loss_scaler.set_state(extra["loss_scale"])

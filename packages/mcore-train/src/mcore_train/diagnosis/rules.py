@@ -38,6 +38,7 @@ FAULTS: Mapping[str, Fault] = {
     "permission": Fault(15, False, "a file may not be read or written"),
     "checkpoint": Fault(16, False, "the checkpoint is damaged or of another model or layout"),
     "nan": Fault(17, False, "loss or gradients are not finite"),
+    "spike": Fault(24, False, "loss or gradient norm jumped"),
     "data": Fault(18, False, "the training data are damaged or do not fit the model"),
     "storage_full": Fault(19, False, "a file system is full"),
     "host_memory": Fault(20, False, "the host's memory is full"),
@@ -343,6 +344,13 @@ RULES: tuple[Rule, ...] = (
         "Give the job's user the right on the path that the line names.",
     ),
     # -- Numbers.
+    _root(
+        "spike",
+        "spike",
+        r"SpikeError|iteration \d+ is a spike: loss",
+        "Look at its documents (mcore-train explain DIR --step N); --auto-resume goes on with "
+        "the next batch.",
+    ),
     _root(
         "not finite",
         "nan",

@@ -13,7 +13,7 @@ sees what went wrong since the last one.)
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
@@ -38,21 +38,38 @@ class NonFiniteError(FloatingPointError):
         self.iteration = iteration
 
 
+class HostCopy:
+    """A copy of a tensor for the host, which reads it without waiting for later work."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin the copy."""
+        self._tensor, self._copied = tensor.detach(), None
+        if tensor.is_cuda:
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """Return the copy once it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor
+
+
 class FiniteGradients:
     """Watches the gradient norms of a run, each one step late."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
         self._iteration = 0
-        self._norm: Tensor | None = None
-        self._is_skipped = False
-        self._copied: torch.cuda.Event | None = None
+        self._norm: HostCopy | None = None
 
     def add(
         self,
         iteration: int,
         grad_norm: Float[Tensor, ""],
-        is_skipped: bool = False,
+        is_skipped: bool | Bool[Tensor, ""] = False,
     ) -> None:
         """Check the norm of the step before, and keep this step's.
 
@@ -70,13 +87,10 @@ class FiniteGradients:
         if not self.is_on:
             return
         self.check()
-        self._iteration, self._norm = iteration, grad_norm.detach()
-        self._is_skipped = is_skipped
-        if grad_norm.is_cuda:
-            self._norm = torch.empty_like(grad_norm, device="cpu", pin_memory=True)
-            self._norm.copy_(grad_norm, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if isinstance(is_skipped, Tensor):
+            grad_norm, is_skipped = torch.where(is_skipped, 0.0, grad_norm), False
+        self._iteration = iteration
+        self._norm = None if is_skipped else HostCopy(grad_norm)
 
     def check(self) -> None:
         """Check the last norm, waiting for the device: before a save in the foreground.
@@ -85,11 +99,7 @@ class FiniteGradients:
             NonFiniteError: on all ranks, if it is not finite.
         """
         norm, self._norm = self._norm, None
-        if norm is None or self._is_skipped:
-            return
-        if self._copied is not None:
-            self._copied.synchronize()
-        if not math.isfinite(found := norm.item()):
+        if norm is not None and not math.isfinite(found := norm.read().item()):
             raise NonFiniteError(self._iteration, found)
 
 

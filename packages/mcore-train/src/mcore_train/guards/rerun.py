@@ -16,7 +16,7 @@ Megatron-Core's rerun state machine tells the same three apart over a restart of
 import logging
 import math
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,10 +35,6 @@ from mcore_train.step import backward_of_rank, synced_backward
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_STEPS = 128
-"""Gradient norms that a new one is compared with."""
-LEARNED_STEPS = 16
-"""Norms that must be known before one can be a spike."""
 GPU_TOLERANCE = 1e-2
 """Relative difference of two computations of one gradient that kernels with atomic sums may
 have; on a CPU and with --deterministic-mode two computations must be equal to the last bit."""
@@ -88,7 +84,8 @@ class Rerun:
         """
         self.num_transient = 0
         self._run, self._spike_factor = run, spike_factor
-        self._norms: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        assert run.recent is not None
+        self._recent = run.recent
         self._step: Step | None = None
         is_exact = run.ctx.device.type == "cpu" or run.plan.config.run.deterministic_mode
         self._tolerance = 0.0 if is_exact else GPU_TOLERANCE
@@ -109,7 +106,6 @@ class Rerun:
         """
         value = norm.item()
         if not (reason := self._suspicion(value)):
-            self._norms.append(value)
             return losses, norm
         number = self._run.progress.iteration + 1
         log.warning("step %d is computed again: %s", number, reason)
@@ -142,8 +138,6 @@ class Rerun:
                 number,
                 _tries(self._run),
             )
-        if math.isfinite(new_value):
-            self._norms.append(new_value)
         return again, new_norm
 
     def explain(self, error: UnlikeWeightsError) -> None:
@@ -189,10 +183,8 @@ class Rerun:
     def _suspicion(self, norm: float) -> str:
         if not math.isfinite(norm):
             return f"its gradient norm is {norm}"
-        if len(self._norms) < LEARNED_STEPS:
-            return ""
-        usual = max(self._norms)
-        if norm <= self._spike_factor * usual:
+        usual = self._recent.largest_norm()
+        if not usual or norm <= self._spike_factor * usual:
             return ""
         return f"its gradient norm is {norm:.4g}, the largest before was {usual:.4g}"
 

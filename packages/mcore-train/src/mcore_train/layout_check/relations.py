@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from math import lcm
 
 from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
-from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
-from mcore_models.logical_tensors import head_dim, layer_mixers, num_kv_heads
+from mcore_models.layer_patterns import is_local
+from mcore_models.logical_tensors import head_dim, layer_config, layer_mixers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
@@ -150,7 +151,8 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         layers = range(plan.family.num_layers(config.model))
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
-    words |= {"delta_net": "delta net"}
+    words |= {"delta_net": "delta net", "short_conv": "short convolution"}
+    words |= {"layer_input": "vector of the layer"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
@@ -159,7 +161,9 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
 
 def _positioned(config: TrainConfig, layer: int) -> str:
     rotated = "" if is_rotated(config.model, layer) else ", unrotated"
-    return _attention(config, layer) + rotated
+    shares = layer_config(config.model, layer).num_kv_shared_layers
+    keys = ", keys of another layer" if shares else ""
+    return _attention(config, layer) + rotated + keys
 
 
 def _attention(config: TrainConfig, layer: int) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 from mcore_base.options import rules_of
 from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
-from mcore_models.layer_patterns import further_letters, join_layers, pattern_layers
+from mcore_models.layer_patterns import further_letters, is_local, join_layers, pattern_layers
 from mcore_models.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
@@ -29,6 +29,7 @@ from mcore_train.config import (
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
+    SpikeConfig,
 )
 from mcore_train.layout_check.relations import (
     cuts_vectors,
@@ -55,6 +56,7 @@ MOST_LOSS_SCALE = 1024.0
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
     *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
+    SpikeConfig,
 )
 """Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
 
@@ -101,6 +103,9 @@ class Shrinking:
             "window_attn_skip_freq": _window_skip_freq(model),
             "rope_skip_freq": _rope_skip_freq(model),
         }
+        if shared := model.num_kv_shared_layers:
+            first = model.num_layers - shared
+            chosen["num_kv_shared_layers"] = sum(i >= first for i in self.flat_layers)
         if isinstance(model, T5Config):
             kept = [layer < encoder_layers(model) for layer in self.flat_layers]
             depths = {"encoder_num_layers": sum(kept), "decoder_num_layers": kept.count(False)}
@@ -162,6 +167,8 @@ class Shrinking:
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups if model.num_query_groups else 0,
             "kv_channels": channels if model.kv_channels else 0,
+            "global_kv_channels": 2 * channels if model.global_kv_channels else 0,
+            "global_num_query_groups": self.groups if model.global_num_query_groups else 0,
             "hidden_size": self.heads * channels + 16 * has_own_width,
             "ffn_hidden_size": ffn * self.tp,
             "max_position_embeddings": length if model.max_position_embeddings else 0,
@@ -243,6 +250,8 @@ class Shrinking:
             "train_iters": NUM_STEPS,
             "train_samples": 0,
         }
+        if self.config.optimizer.optimizer == "schedule_free":  # refuses other schedules
+            chosen["lr_decay_style"] = "constant"
         if batch.seq_length_schedule:  # one step of halves, then whole rows
             chosen["seq_length_schedule"] = f"0:{length // 2} {length}:{length}"
         if batch.step_batch_size_schedule:  # the same sizes as under a ramp

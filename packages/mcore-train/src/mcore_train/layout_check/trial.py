@@ -133,6 +133,7 @@ def _nudge_loaded(run: Run, seed: int) -> None:
         for piece in shard.pieces:
             _nudge(piece.data, seed, run.dtype)
     run.optimizer.refresh(from_parameters=True)
+    run.optimizer.restart_average()
 
 
 def run_trial(

@@ -112,7 +112,10 @@ def _optimizer(value: Any, _: Table) -> str:
     return (
         f"--optimizer {name}"
         if name in ("sgd", "lion", "muon")
-        else (f"refused: no optimizer {value}; use --optimizer adam, sgd, lion, muon or soap.")
+        else (
+            f"refused: no optimizer {value}; use --optimizer adam, sgd, lion, muon, soap or "
+            "adafactor."
+        )
     )
 
 

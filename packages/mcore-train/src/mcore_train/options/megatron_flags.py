@@ -354,11 +354,10 @@ INSTEAD: dict[str, str] = {
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
-    "--iterations-to-skip": "no step can be skipped yet; leave it out.",
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
-    ): "use --rerun-on-mismatch, which computes a suspicious step again.",
+    ): "use --rerun-on-mismatch, which computes a suspicious step again, or --spike-policy.",
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),
@@ -396,7 +395,7 @@ INSTEAD: dict[str, str] = {
         "use --hybrid-override-pattern, one letter a layer: G is a gated delta net."
     ),
     "--dsa-* --no-dsa-* --disable-dsa-*": (
-        "attention chosen by an indexer is not here; leave it out."
+        "the indexer of --dsa-indexer-topk is not trained and has one form; leave it out."
     ),
     "--mup-width-mult": "it follows from --mup-base-hidden-size; leave it out.",
     "--disable-bf16-reduced-precision-matmul": (

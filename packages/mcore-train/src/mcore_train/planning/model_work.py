@@ -420,6 +420,9 @@ def _add_moved_bytes(
         inner = delta_sizes(model).values / tp
         there += 120 * inner
         back += 240 * inner
+    if "short_conv" in layer.mixers:
+        there += 20 * D / tp
+        back += 40 * D / tp
     if model.hidden_dropout:
         there += 4 * D * len(layer.mixers) / stream
         back += 4 * D * len(layer.mixers) / stream

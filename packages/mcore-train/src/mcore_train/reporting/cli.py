@@ -1,4 +1,4 @@
-"""The commands that read what a run has written: ``report`` and ``profile``."""
+"""The commands that read what a run has written: ``report``, ``explain``, ``profile``."""
 
 from pathlib import Path
 
@@ -12,6 +12,21 @@ def show_profile(trace: Path, /) -> int:
     from mcore_train.reporting.kernel_split import read_trace, trace_page
 
     print(trace_page(read_trace(trace)))
+    return 0
+
+
+def explain_spikes(run: Path, /, *, step: int = 0, samples: int = 4) -> int:
+    """Print the steps that a run has left out as spikes, and the documents that they read.
+
+    Args:
+        run: its --save folder.
+        step: step whose documents are shown, as the log counts; 0: all of spikes.jsonl.
+        samples: first samples of each step's batch that are shown.
+    """
+    from mcore_train.reporting.spike_ledger import ledger_page
+
+    for line in ledger_page(run, step, samples):
+        print(line)
     return 0
 
 

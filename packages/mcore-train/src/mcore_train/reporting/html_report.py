@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_train.reporting.log import METRICS, SAMPLES, read_metrics
+from mcore_train.reporting.spike_ledger import describe_spike, read_ledger
 from mcore_train.reporting.svg_charts import COLORS, Line, line_chart, stacked_bars
 from mcore_train.reporting.waterfall import AXES, PARTS
 
@@ -89,6 +90,8 @@ class RunPage:
     recipe: str
     """Text of the newest recipe.toml; empty: none was saved yet."""
     samples: Rows
+    ledger: Rows
+    """Of ``spikes.jsonl``."""
 
     def of_kind(self, kind: str) -> Rows:
         """Return the rows of one kind."""
@@ -129,7 +132,8 @@ def read_pages(folders: Sequence[Path]) -> list[RunPage]:
                 folder=folder,
                 rows=rows,
                 recipe=recipes[-1].read_text(encoding="utf-8") if recipes else "",
-                samples=read_metrics(folder / SAMPLES) if (folder / SAMPLES).exists() else [],
+                samples=read_metrics(folder / SAMPLES),
+                ledger=read_ledger(folder),
             )
         )
     return pages
@@ -229,10 +233,12 @@ def _run_parts(page: RunPage) -> Iterator[str]:
     if falls := page.of_kind("waterfall"):
         yield from _waterfall(falls)
     yield _table("Events", ("step", "what"), list(_events(page)))
-    if found := spikes(page):
-        yield _table(
-            "Spikes of the loss", ("step", "what the step read"), _documents(page, found)
-        )
+    found = {
+        step: f"loss {loss:.4g}, {before:.4g} before" for step, loss, before in spikes(page)
+    } | {row["iteration"]: describe_spike(row) for row in page.ledger[-MOST_SPIKES:]}
+    if found:
+        head = ("step", "what the step read")
+        yield _table("Spikes and steps left out", head, _documents(page, found))
     if page.samples:
         rows = [(row["iteration"], row["prompt"] + row["text"]) for row in page.samples[-3:]]
         yield _table("Samples", ("step", "text"), rows)
@@ -289,10 +295,8 @@ def _events(page: RunPage) -> Iterator[tuple[Any, str]]:
             yield step, f"{row['skipped_steps']} steps skipped"
 
 
-def _documents(
-    page: RunPage, found: Sequence[tuple[int, float, float]]
-) -> list[tuple[int, str]]:
-    """Name the documents of the steps of spikes, where the data are still there."""
+def _documents(page: RunPage, found: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Name the documents of some steps after their texts, where the data are still there."""
     from mcore_data.tracing.explaining import RunData
 
     rows, why = [], ""
@@ -300,8 +304,7 @@ def _documents(
         data = RunData(page.folder)
     except (OSError, ValueError) as error:
         data, why = None, str(error)
-    for step, loss, before in found:
-        text = f"loss {loss:.4g}, {before:.4g} before"
+    for step, text in sorted(found.items()):
         if data is None:
             rows.append((step, f"{text}; the documents are not known: {why}"))
             continue

@@ -46,10 +46,11 @@ class Interval:
         self._restart()
 
     def _restart(self) -> None:
-        self._num_steps = self._num_skipped = 0
+        self._num_steps = 0
+        self._num_skipped: int | Tensor = 0
         self._first_sample = self.run.progress.consumed_train_samples
         self._last: StepResult | None = None
-        self._lr = 0.0
+        self._lr: float | Tensor = 0.0
         self._sums: Tensor | None = None
         self._skipped_losses: Tensor | None = None
         self._balance: Tensor | None = None
@@ -61,16 +62,25 @@ class Interval:
         self._num_steps += 1
         self._last = result
         losses = torch.stack((*result.losses.values(), result.aux_loss)).double()
-        if result.is_skipped:
-            # Its losses may be infinite, and no update followed from them.
-            self._num_skipped += 1
+        # Losses of a skipped step may be infinite, and no update followed from them.
+        is_skipped, lr = result.is_skipped, result.lr
+        self._num_skipped = self._num_skipped + is_skipped
+        if is_skipped is not False:
             self._skipped_losses = losses
-        else:
+        if isinstance(is_skipped, Tensor):
+            losses = torch.where(is_skipped, 0.0, losses)
+            lr = torch.where(is_skipped, self._lr, losses.new_full((), lr))
+        if is_skipped is not True:
             self._sums = losses if self._sums is None else self._sums + losses
-            self._lr = result.lr
+            self._lr = lr
         if result.balance is not None:
             before = self._balance
             self._balance = result.balance if before is None else before + result.balance
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was added since the last report."""
+        return self._num_steps == 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,10 +99,10 @@ class Interval:
         scaler = self.run.precision.loss_scaler
         run, plan, progress = self.run, self.run.plan, self.run.progress
         assert self._last is not None
-        (loss, *others), aux_loss = self._reduced()
+        lr, num_skipped = float(self._lr), int(self._num_skipped)
+        (loss, *others), aux_loss = self._reduced(num_skipped)
         names = list(run.chunks[-1].loss_coefficients)[1:]
         grad_norm = self._last.grad_norm.item()
-        lr, num_skipped = self._lr, self._num_skipped
         experts = self._experts()
         elapsed_s = time.perf_counter() - self._started_s
         step_s = elapsed_s / self._num_steps
@@ -149,7 +159,7 @@ class Interval:
             for name, value in zip(SUMMARY, values, strict=True)
         }
 
-    def _reduced(self) -> tuple[list[float], float]:
+    def _reduced(self, num_skipped: int) -> tuple[list[float], float]:
         """Average losses over the steps and sum over ranks; returns them and the aux loss.
 
         Tensor ranks compute the same losses, and each a part of the aux loss. Skipped steps
@@ -157,8 +167,8 @@ class Interval:
         """
         ctx = self.run.ctx
         means = self._skipped_losses
-        if self._sums is not None:
-            means = self._sums / (self._num_steps - self._num_skipped)
+        if self._sums is not None and num_skipped < self._num_steps:
+            means = self._sums / (self._num_steps - num_skipped)
         assert means is not None
         sums = all_reduce(all_reduce(means, ctx.dp_cp), ctx.pp)
         aux_loss = all_reduce(sums[-1], ctx.tp)

@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 ROOT = "mcore_train"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+SPIKES = "spikes.jsonl"
 TENSORBOARD = "tensorboard"
-"""Names in the folder of ``--save``; samples are lines of iteration, prompt and text."""
+"""Names in the folder of ``--save``; samples are lines of iteration, prompt and text, spikes
+lines of steps that were left out."""
 
 
 class LineHandler(logging.StreamHandler):
@@ -115,7 +117,7 @@ class StepReport:
     loss_scale: float = 0.0
     """Factor of the loss under --fp16; 0 in other formats."""
     skipped_steps: int = 0
-    """Steps without an update, since their scaled gradients overflowed."""
+    """Steps without an update: their scaled gradients overflowed, or they were spikes."""
     expert_imbalance: float = 0.0
     """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
     without experts."""
@@ -148,7 +150,9 @@ class StepReport:
             f"z_loss: {self.z_loss:.6E}" if self.z_loss else "",
             f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
             f"loss scale: {self.loss_scale:.1f}" if self.loss_scale else "",
-            f"number of skipped iterations: {self.skipped_steps:3d}" if self.loss_scale else "",
+            f"number of skipped iterations: {self.skipped_steps:3d}"
+            if self.loss_scale or self.skipped_steps
+            else "",
             f"grad norm: {self.grad_norm:.3f}",
             f"memory (GiB): {self.peak_gib:.1f}" if self.peak_gib else "",
         ]
@@ -175,6 +179,7 @@ class Reporter:
         *,
         metrics_file: Path | None = None,
         samples_file: Path | None = None,
+        spikes_file: Path | None = None,
         loggers: Iterable[Logger] = (),
         with_lines: bool = True,
         continues_from: int = 0,
@@ -186,6 +191,7 @@ class Reporter:
             console: where a progress bar may go; None on ranks that do not report.
             metrics_file: JSON lines, appended to.
             samples_file: JSON lines of texts that the model writes, appended to.
+            spikes_file: JSON lines of steps that were left out, appended to.
             loggers: also get every number; one that fails is dropped, and the run goes on.
             with_lines: write a line for each report.
             continues_from: steps done before.
@@ -199,6 +205,7 @@ class Reporter:
         self._alarms: dict[str, str] = {}
         self._metrics_file = metrics_file if self.is_active else None
         self._samples_file = samples_file if self.is_active else None
+        self._spikes_file = spikes_file if self.is_active else None
         self._metrics: IO[str] | None = None
         self._progress = None
         self._task: Any = None
@@ -348,10 +355,13 @@ class Reporter:
             log.info(" sample at iteration %d | %s%s", iteration, prompt, text)
             row = {"iteration": iteration, "prompt": prompt, "text": text, **self._origin()}
             rows.append(_json_line(row))
-        if self._samples_file is not None:
-            self._samples_file.parent.mkdir(parents=True, exist_ok=True)
-            with _open_to_append(self._samples_file) as file:
-                file.writelines(rows)
+        _append(self._samples_file, rows)
+
+    def report_spike(self, iteration: int, row: Mapping[str, Any]) -> None:
+        """Write a step that was left out to the ledger of spikes."""
+        _append(
+            self._spikes_file, [_json_line({**row, "iteration": iteration, **self._origin()})]
+        )
 
     def _origin(self) -> dict[str, float | int]:
         return {
@@ -362,7 +372,7 @@ class Reporter:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a ``metrics.jsonl`` or ``samples.jsonl`` that later attempts kept.
+    """Read the rows of a ``metrics.jsonl`` or another ledger that later attempts kept.
 
     Where a run was killed after its last checkpoint, or continued from an earlier step, later
     attempts repeat steps: rows of earlier attempts on these are left out.
@@ -401,6 +411,13 @@ def _json_line(row: Mapping[str, Any]) -> str:
         for name, value in row.items()
     }
     return json.dumps(plain, ensure_ascii=False) + "\n"
+
+
+def _append(path: Path | None, lines: Sequence[str]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _open_to_append(path) as file:
+            file.writelines(lines)
 
 
 def _open_to_append(file: Path) -> IO[str]:

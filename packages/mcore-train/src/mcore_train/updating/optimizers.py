@@ -6,9 +6,11 @@ from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adafactor import Adafactor
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.lion import Lion
 from mcore_parallel.optimizers.muon import Muon
+from mcore_parallel.optimizers.schedule_free import ScheduleFree
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.soap import Soap
 from mcore_parallel.optimizers.update_rule import AnyRule
@@ -19,9 +21,11 @@ BuildRule = Callable[[TrainConfig], AnyRule]
 """Builds an update rule by its own options of a run."""
 
 OPTIMIZERS: Mapping[str, BuildRule] = {
+    "adafactor": lambda config: Adafactor(config.adafactor),
     "adam": lambda config: AdamW(config.adam),
     "lion": lambda config: Lion(config.lion),
     "muon": lambda config: Muon(config.muon),
+    "schedule_free": lambda config: ScheduleFree(config.schedule_free),
     "sgd": lambda config: SGD(config.sgd),
     "soap": lambda config: Soap(config.soap),
 }
@@ -51,5 +55,6 @@ def build_optimizer(
             host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
             host_folder=offload.optimizer_offload_dir,
             has_main=config.main_weights.main_params_dtype == "fp32",
+            ema_decay=config.main_weights.ema_decay,
             matrix_tp_mode=config.muon.muon_tp_mode,
         )

@@ -41,6 +41,7 @@ USUAL = (
 
 _TRAINING_ONLY = (
     *("make_vocab_size_divisible_by", "embedding_init_method_std", "mtp_loss_scaling_factor"),
+    *("label_smoothing", "z_loss_coeff"),
 )
 """Fields that change neither weights nor logits of a trained model."""
 

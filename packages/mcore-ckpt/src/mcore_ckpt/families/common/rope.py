@@ -125,10 +125,12 @@ def read_one_rope(parameters: Mapping[str, Any], limit: int) -> dict[str, Any]:
         ours |= _read_yarn(rope, limit)
     elif kind in ("longrope", "su"):
         ours |= _read_longrope(rope, limit)
+    elif kind == "proportional":
+        ours["rope_type"] = kind
     elif kind != "default":
         raise ValueError(
             f"config.json has rope_type={kind!r}, which mcore cannot represent: only default, "
-            "linear, llama3, dynamic, yarn and longrope."
+            "linear, llama3, dynamic, yarn, longrope and proportional."
         )
     rope.finish()
     return ours
@@ -216,6 +218,8 @@ def rope_scaling(description: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     if kind == "rope":
         return {}
+    if kind == "proportional":
+        return {"rope_type": kind}
     stretch = setting(description, "rotary_scaling_factor")
     common = {"rope_type": kind, "factor": stretch}
     if kind == "dynamic":

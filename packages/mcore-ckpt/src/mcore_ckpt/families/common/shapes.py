@@ -13,11 +13,11 @@ from mcore_ckpt.families import MODEL_TYPES, find_family
 from mcore_ckpt.families.common.fields import expert_settings, settings
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.shard_plans import listed
-from mcore_models.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import layer_config, tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """Shape by name, without the numbers of layer and expert and without ``.weight``; a bias has
-the first of its weight's sizes."""
+the first of its weight's sizes. If layers differ, shapes by complete names too."""
 
 _COUNT = re.compile(r"n_layers?|(\w+_)?(num|n)_(\w+_)?(layers?|experts|blocks)")
 """Fields of any format that count layers or experts, and so determine lengths of lists."""
@@ -97,6 +97,8 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def expected_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the shape of a weight by its family's shapes; None if they do not list it."""
+    if name in shapes:
+        return shapes[name]
     pattern = within_layer(name)
     stem, _, kind = pattern.rpartition(".")
     if stem not in shapes:
@@ -118,4 +120,6 @@ def shapes_within_layer(shapes: Shapes) -> Shapes:
 def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
     """Return the shapes of a GPT's weights, as ``Shapes``."""
     config, moe = settings(description), expert_settings(description)
-    return shapes_within_layer(tensor_shapes(config, description["vocab_size"], moe))
+    shapes = tensor_shapes(config, description["vocab_size"], moe)
+    are_alike = all(layer_config(config, layer) is config for layer in range(config.num_layers))
+    return shapes_within_layer(shapes) | ({} if are_alike else shapes)

@@ -103,6 +103,12 @@ _TEMPERATURE = FieldRule(
 )
 
 
+_VAULTGEMMA_NORMS = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+}
+
+
 def _same_biases(config: Mapping[str, Any]) -> Mapping[str, Any]:
     qkv, others = (bool(config.get(f"{part}_bias")) for part in ("attention", "mlp"))
     if qkv != others:
@@ -237,6 +243,13 @@ _ALL = (
             pair("add_qkv_bias", "attention_bias", True),
             pair("hidden_dropout", "residual_dropout", 0.1),
         ),
+    ),
+    replace(
+        gemma2.FAMILY,
+        model_type="vaultgemma",
+        architecture="VaultGemmaForCausalLM",
+        fixed={**gemma2.FAMILY.fixed, "norm_placement": "pre"},
+        weights=partial(decoder_table, norms=_VAULTGEMMA_NORMS),
     ),
 )
 

@@ -192,8 +192,8 @@ def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
     )
 
 
-def table(description: Description) -> Table:
-    """List the weights of a DeepSeek-V2 or V3."""
+def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
+    """List the weights of a DeepSeek-V2 or V3, and by ``extra`` rules of a layer."""
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -214,7 +214,7 @@ def table(description: Description) -> Table:
         Rule(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
         for ours, theirs in names.items()
     ]
-    return experts_table(description, rules)
+    return experts_table(description, [*rules, *extra])
 
 
 FAMILY = Decoder(

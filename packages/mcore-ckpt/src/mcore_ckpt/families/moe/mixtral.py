@@ -21,7 +21,8 @@ from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 
 
-def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read the experts, which all layers have."""
     return {
         "num_experts": fields.take("num_local_experts"),
         "moe_router_topk": fields.take("num_experts_per_tok"),
@@ -31,7 +32,8 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(description: Description, _: Theirs) -> Theirs:
+def write_experts(description: Description, _: Theirs) -> Theirs:
+    """Write the experts; ValueError for layers without, and for other routing."""
     require_experts(description)
     if expert_setting(description, "moe_router_pre_softmax"):
         raise ValueError("it cannot express --moe-router-pre-softmax")
@@ -65,6 +67,6 @@ FAMILY = Decoder(
         "router_aux_loss_coef": 0.001,
     },
     parts=(WINDOW,),
-    experts=FieldRule(read=_read, write=_write),
+    experts=FieldRule(read=read_experts, write=write_experts),
     weights=_table,
 )

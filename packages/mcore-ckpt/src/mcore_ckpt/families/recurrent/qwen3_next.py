@@ -1,6 +1,8 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts in all."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
@@ -43,34 +45,64 @@ _EXPERTS = {
 _ROUTING = PLAIN_ROUTING | {"moe_shared_expert_gate": True, "moe_input_jitter_eps": 0.0}
 
 
-def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    count = ours["num_layers"]
+def read_mixers(fields: Fields, ours: dict[str, Any], half: str = "-") -> dict[str, Any]:
+    """Read sizes of delta nets, and the pattern of layers with one feed-forward half each.
+
+    Args:
+        fields: of the config.json.
+        ours: our fields so far.
+        half: letter of the feed-forward half.
+    """
     every = fields.take("full_attention_interval", 4)
     kinds = fields.take("layer_types", [])
     letters = [_WORDS[kind] for kind in kinds] or [
-        "G" if (layer + 1) % every else "*" for layer in range(count)
+        "G" if (layer + 1) % every else "*" for layer in range(ours["num_layers"])
     ]
-    step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
-    halves = ["-" if i in dense or (i + 1) % step else "E" for i in range(count)]
-    layers = (one + half for one, half in zip(letters, halves, strict=True))
     return {
         **{name: fields.take(name, DEFAULTS[name]) for name in _DELTA_NET},
-        "hybrid_override_pattern": join_layers(layers),
+        "hybrid_override_pattern": join_layers(letter + half for letter in letters),
     }
 
 
-def _write_layers(description: Description, _: Theirs) -> Theirs:
+def write_mixers(description: Description, _: Theirs) -> Theirs:
+    """Write sizes of delta nets, and the kind of each layer; inverse of ``read_mixers``."""
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     words = {letter: word for word, letter in _WORDS.items()}
     return {
         **{name: setting(description, name) for name in _DELTA_NET},
         "layer_types": [words[layer[0]] for layer in layers],
+    }
+
+
+def mixers(half: str) -> FieldRule:
+    """Return the rule of layers with delta nets or attention and this feed-forward half."""
+    return FieldRule(
+        covers=(*HYBRID, *_DELTA_NET),
+        read=partial(read_mixers, half=half),
+        write=write_mixers,
+        keep=("layer_types",),
+    )
+
+
+def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    found = read_mixers(fields, ours)
+    step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
+    layers = pattern_layers(found["hybrid_override_pattern"])
+    halves = ("-" if i in dense or (i + 1) % step else "E" for i in range(len(layers)))
+    mixed = join_layers(one[0] + half for one, half in zip(layers, halves, strict=True))
+    return found | {"hybrid_override_pattern": mixed}
+
+
+def _write_layers(description: Description, theirs: Theirs) -> Theirs:
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    return write_mixers(description, theirs) | {
         "mlp_only_layers": [i for i, layer in enumerate(layers) if layer[1] == "-"],
         "decoder_sparse_step": 1,
     }
 
 
-def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read routed experts and a gated shared one, in layers of the pattern."""
     moe = {name: fields.take(*there) for name, there in _EXPERTS.items()}
     moe |= {
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", True),
@@ -81,7 +113,8 @@ def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     return moe if "E" in ours["hybrid_override_pattern"] else {}
 
 
-def _write_experts(description: Description, _: Theirs) -> Theirs:
+def write_experts(description: Description, _: Theirs) -> Theirs:
+    """Write routed experts and a gated shared one, in layers of the pattern."""
     theirs = {there: expert_setting(description, ours) for ours, (there, _) in _EXPERTS.items()}
     if not theirs["num_experts"]:
         return {"num_experts": 0}
@@ -92,7 +125,15 @@ def _write_experts(description: Description, _: Theirs) -> Theirs:
     return {**theirs, "norm_topk_prob": not pre}
 
 
-def _table(description: Description) -> Table:
+def delta_table(
+    description: Description, delta_rules: Callable[[Description, tuple[int, ...]], list[Rule]]
+) -> Table:
+    """List the weights of layers with delta nets or gated attention.
+
+    Args:
+        description: of the model.
+        delta_rules: returns the rules of the delta nets in these layers.
+    """
     config = settings(description)
     layers = pattern_layers(config.hybrid_override_pattern)
     places = {
@@ -105,7 +146,7 @@ def _table(description: Description) -> Table:
         Rule(f"blocks.*.{norm}.weight", f"model.layers.*.{before}.weight", layers=places[one])
         for norm, one in norms.items()
     ]
-    rules += _delta_rules(description, places["G"])
+    rules += delta_rules(description, places["G"])
     rules += _attention_rules(description, places["*"])
     rules.append(Rule("blocks.*.mlp_norm.weight", f"model.layers.*.{NORMS['mlp_norm']}.weight"))
     mlp = "model.layers.*.mlp."
@@ -145,11 +186,20 @@ def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule
         )
         for name, (parts, rows) in fused.items()
     ]
+    return rules + kernel_rules(description, layers)
+
+
+def kernel_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
+    """Return the rules of a delta net's convolution, decays, norm and last matrix."""
+    sizes = delta_sizes(settings(description))
+    ours, there = "blocks.*.delta_net.", "model.layers.*.linear_attn."
     rows = (sizes.keys, sizes.keys, sizes.values)
     conv = tuple(f"{ours}conv1d.{part}.weight" for part in "qkv")
-    rules.append(Rule(conv, f"{there}conv1d.weight", sizes=rows, layers=layers))
     names = ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
-    return rules + [Rule(f"{ours}{name}", f"{there}{name}", layers=layers) for name in names]
+    return [
+        Rule(conv, f"{there}conv1d.weight", sizes=rows, layers=layers),
+        *(Rule(f"{ours}{name}", f"{there}{name}", layers=layers) for name in names),
+    ]
 
 
 def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
@@ -183,8 +233,8 @@ FAMILY = Decoder(
         "max_position_embeddings": 32768,
     },
     parts=(ATTENTION_BIAS, _LAYERS),
-    experts=FieldRule(read=_read_experts, write=_write_experts),
+    experts=FieldRule(read=read_experts, write=write_experts),
     layers=("GE", "G-", "*E", "*-"),
     partial=0.25,
-    weights=_table,
+    weights=partial(delta_table, delta_rules=_delta_rules),
 )

@@ -54,7 +54,7 @@ _COMPUTED = {
     "embedding_layernorm", "logits_multiplier", "final_logit_softcapping",
     "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
     "init_method_std", "embedding_init_method_std", "make_vocab_size_divisible_by",
-    "mtp_num_layers", "mtp_loss_scaling_factor",
+    "mtp_num_layers", "mtp_loss_scaling_factor", "label_smoothing", "z_loss_coeff",
 }  # fmt: skip
 """Config fields that the kernel supports, or that do not change its layers; all other fields
 must have their defaults."""

@@ -1,0 +1,173 @@
+"""What follows a spike: a line in the ledger, and the run goes on, goes back or ends.
+
+The device has left the update out already (``RecentSteps``). The host learns of that before the
+next update: it waits for numbers of the step before, while the device computes gradients. Then
+it takes the step out of the optimizer's and the schedule's counts, so that a run with spikes
+left out has the weights of a run that never read those batches (``--iterations-to-skip``).
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_ckpt.storage.paths import complete_steps, step_folder
+from mcore_train.assembly import Run
+from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.checkpoints.resuming import rewind
+from mcore_train.guards.nan_guard import HostCopy
+from mcore_train.reporting.log import Reporter
+from mcore_train.step import StepResult
+
+log = logging.getLogger(__name__)
+
+
+class SpikeError(FloatingPointError):
+    """A spike ends the run; its weights are those before the spike."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step whose judgement the host has not read."""
+
+    iteration: int
+    first_sample: int
+    batch_size: int
+    numbers: HostCopy
+    """Rows of ``Judgement.numbers``, flat, and 1 for a spike."""
+
+
+class SpikePolicy:
+    """Follows up the spikes of a run; all ranks call every method together.
+
+    Attributes:
+        is_on: whether steps are judged.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        reporter: Reporter,
+        checkpoints: Checkpoints,
+        paused: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Read the options.
+
+        Args:
+            run: changed in place.
+            reporter: gets the lines of the ledger.
+            checkpoints: of the run; what they save in the background is waited for.
+            paused: a context that keeps its body out of the step time.
+        """
+        self._run, self._reporter = run, reporter
+        self._checkpoints, self._paused = checkpoints, paused
+        self._options = run.plan.config.spikes
+        self.is_on = self._options.spike_policy != "none"
+        self._unread: _Step | None = None
+
+    def note(self, result: StepResult, batch_size: int) -> None:
+        """Begin to copy the judgement of the step that was just counted.
+
+        Args:
+            result: of the step.
+            batch_size: sequences of the step.
+        """
+        if not self.is_on or result.judgement is None:
+            return
+        judgement, progress = result.judgement, self._run.progress
+        is_spike = judgement.is_spike.double()[None]
+        self._unread = _Step(
+            progress.iteration,
+            progress.consumed_train_samples - batch_size,
+            batch_size,
+            HostCopy(torch.cat([judgement.numbers.flatten(), is_spike])),
+        )
+
+    def note_given(self, batch_size: int) -> None:
+        """Write a step of ``--iterations-to-skip``, which was just counted, to the ledger."""
+        progress = self._run.progress
+        log.info("step %d is left out: --iterations-to-skip", progress.iteration)
+        first = progress.consumed_train_samples - batch_size
+        row = {"action": "given", "first_sample": first, "batch_size": batch_size}
+        self._reporter.report_spike(progress.iteration, row)
+
+    def settle(self) -> bool:
+        """Act on the last step that was noted, if it was a spike; once for each step.
+
+        Returns:
+            Whether weights have changed, so that gradients have to be computed again.
+
+        Raises:
+            SpikeError: on all ranks, if the run has to end.
+        """
+        step, self._unread = self._unread, None
+        if step is None:
+            return False
+        *numbers, is_spike = step.numbers.read().tolist()
+        if not is_spike:
+            return False
+        run, options = self._run, self._options
+        run.optimizer.num_steps -= 1
+        run.progress.schedule_samples -= step.batch_size
+        first = step.iteration - options.spike_window
+        run.progress.spikes = [s for s in run.progress.spikes if s > first] + [step.iteration]
+        names = ("loss", "grad_norm")
+        row: dict[str, Any] = {"action": options.spike_policy}
+        for name, (value, mean, deviation) in zip(
+            names, (numbers[:3], numbers[3:]), strict=True
+        ):
+            row |= {name: value, f"{name}_mean": mean, f"{name}_deviation": deviation}
+        row |= {"first_sample": step.first_sample, "batch_size": step.batch_size}
+        told = (
+            f"iteration {step.iteration} is a spike: loss {numbers[0]:.4g} (before "
+            f"{numbers[1]:.4g} +- {numbers[2]:.2g}), gradient norm {numbers[3]:.4g} (before "
+            f"{numbers[4]:.4g} +- {numbers[5]:.2g}). Its update was left out."
+        )
+        is_often = len(run.progress.spikes) >= options.spike_limit
+        if options.spike_policy == "stop" or is_often:
+            self._reporter.report_spike(step.iteration, {**row, "action": "stop"})
+            raise SpikeError(f"{told} {self._advice(step.iteration)}")
+        if options.spike_policy == "rewind":
+            row["rewound_to"] = self._rewind(step.iteration, told)
+            told += f" Weights and optimizer are those of step {row['rewound_to']}."
+        log.warning("%s %s", told, self._pointer(step.iteration))
+        self._reporter.report_spike(step.iteration, row)
+        return options.spike_policy == "rewind"
+
+    def _rewind(self, step: int, told: str) -> int:
+        """Load the newest checkpoint that is old enough, or the oldest; return its step."""
+        run, folder = self._run, self._run.plan.config.saving.save
+        with self._paused():
+            self._checkpoints.wait()
+            known = complete_steps(folder) if run.ctx.global_rank == 0 else []
+            earlier = [s for s in gather_json(known, run.ctx.world)[0] if s < step]
+            if not earlier:
+                raise SpikeError(
+                    f"{told} {folder} has no checkpoint of a step before it to go back to: "
+                    "give a lower --save-interval, or --spike-policy skip."
+                )
+            last = step - self._options.spike_rewind_steps
+            target = max((s for s in earlier if s <= last), default=min(earlier))
+            rewind(run, step_folder(folder, target))
+        return target
+
+    def _advice(self, step: int) -> str:
+        count, window = len(self._run.progress.spikes), self._options.spike_window
+        if self._options.spike_policy != "stop":
+            return (
+                f"It is spike {count} within {window} steps (--spike-limit), so single "
+                "documents are not the cause: continue from an earlier step (--ckpt-step) with "
+                f"a lower --lr, or look at the data. {self._pointer(step)}"
+            )
+        return (
+            f"{self._pointer(step)} The same command with --auto-resume goes on with the next "
+            "batch; --spike-policy skip or rewind does so without ending."
+        )
+
+    def _pointer(self, step: int) -> str:
+        folder = self._run.plan.config.saving.save
+        return f"Its documents: mcore-train explain {folder} --step {step}." if folder else ""
