@@ -148,6 +148,7 @@ def resident_bytes():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_eight_workers_leak_nothing_over_100_000_batches(tmp_path):
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         for length in range(1, 400):

@@ -64,7 +64,7 @@ def read_blocklist(path: str) -> Blocklist:
                 "tab and the number of a document."
             )
         if tab:
-            numbers.setdefault(_whole(prefix), []).append(int(document))
+            numbers.setdefault(_absolute(prefix), []).append(int(document))
         elif document:
             values.add(document)
     return Blocklist(path, frozenset(values), numbers, hashlib.sha256(data).hexdigest())
@@ -86,7 +86,7 @@ def blocked_sequences(
     Raises:
         ValueError: if the dataset has no kept values to compare, or no such document.
     """
-    numbers = blocklist.numbers.get(_whole(dataset.prefix), [])
+    numbers = blocklist.numbers.get(_absolute(dataset.prefix), [])
     if numbers and max(numbers) >= dataset.num_documents:
         raise ValueError(
             f"--blocklist {blocklist.path}: {dataset.prefix} has the documents 0 to "
@@ -124,7 +124,7 @@ def blocked_sequences(
     return blocked
 
 
-def _whole(prefix: str) -> str:
+def _absolute(prefix: str) -> str:
     return prefix if is_remote(prefix) else os.path.abspath(prefix)
 
 

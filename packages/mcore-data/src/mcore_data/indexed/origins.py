@@ -81,8 +81,9 @@ def read_kept(prefix: str | Path, cache_path: str | Path = "") -> Iterator[list[
     Raises:
         CorruptDatasetError: if a line is damaged.
     """
-    is_here = not is_remote(prefix)
-    path = kept_path(prefix) if is_here else fetch_file(str(prefix), ".kept", cache_path)
+    path = kept_path(prefix)
+    if is_remote(prefix):
+        path = fetch_file(str(prefix), ".kept", cache_path)
     with path.open("rb") as file:
         while lines := file.readlines(_KEPT_BYTES):
             try:

@@ -32,7 +32,7 @@ from mcore_data.indexed.index_format import (
 from mcore_data.indexed.reader import IndexedDataset
 
 _FLOW_BYTES = 32 << 20
-_BESIDE = {"origins": origins_path, "kept": kept_path}
+_OPTIONAL = {"origins": origins_path, "kept": kept_path}
 _LONGEST = np.iinfo(np.int32).max
 
 
@@ -76,8 +76,8 @@ class IndexedWriter:
         self._bin_from = bin_from
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        kinds = ["bin", "lengths", "borders", *_BESIDE] + (["modes"] if multimodal else [])
-        finals = {"bin": bin_path(prefix)} | {k: path(prefix) for k, path in _BESIDE.items()}
+        kinds = ["bin", "lengths", "borders", *_OPTIONAL] + (["modes"] if multimodal else [])
+        finals = {"bin": bin_path(prefix)} | {k: path(prefix) for k, path in _OPTIONAL.items()}
         for kind, final in finals.items():
             if resume_at and not self._partial(kind).exists() and final.is_file():
                 final.rename(self._partial(kind))  # killed within finalize
@@ -228,11 +228,11 @@ class IndexedWriter:
             if self.multimodal:
                 _copy(self._partial("modes"), idx)
             sync_file(idx)
-        for kind in ("bin", *_BESIDE):
+        for kind in ("bin", *_OPTIONAL):
             with self._partial(kind).open("rb") as file:
                 os.fsync(file.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
-        for kind, path in _BESIDE.items():
+        for kind, path in _OPTIONAL.items():
             if self._partial(kind).stat().st_size:
                 self._partial(kind).replace(path(self.prefix))
             else:
@@ -298,7 +298,7 @@ class IndexedWriter:
             file.close()
 
     def _remove_partials(self) -> None:
-        for kind in ("bin", "idx", "lengths", "borders", *_BESIDE, "modes"):
+        for kind in ("bin", "idx", "lengths", "borders", *_OPTIONAL, "modes"):
             self._partial(kind).unlink(missing_ok=True)
 
 

@@ -114,30 +114,26 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> l
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "worker.sbatch"
     write_durably(script, render_slurm(plan, config, scratch_path).encode())
-    submits = [
-        ["sbatch", "--parsable", f"--array=0-{size - 1}", str(script)]
-        for size in array_sizes(plan, config)
-    ]
+    sizes = array_sizes(plan, config)
     if not config.submit_jobs:
-        return [shlex.join(words) for words in submits]
-    jobs = [_submit(words) for words in submits]
-    pause_s, retries = _POLL_S, config.max_retries
-    running = list(jobs)
-    while config.wait and len((status := status_of(plan)).done) < status.num_units:
-        if not _is_queued(running):
+        return [shlex.join(_array_command(size, script)) for size in sizes]
+    jobs = [_submit(_array_command(size, script)) for size in sizes]
+    pause_s, retries, running = _POLL_S, config.max_retries, list(jobs)
+    while config.wait:
+        has_jobs = _is_queued(running)  # before the units are counted, which jobs may finish
+        sizes = array_sizes(plan, config, none_runs=True)
+        if not sizes:
+            break
+        if not has_jobs:
             if not retries:
                 raise RuntimeError(
-                    f"{status.num_units - len(status.done)} units are missing after all jobs "
-                    f"ended, and --max-retries {config.max_retries} are used up: see "
-                    f"mcore-data status --plan {plan.address} and {folder}/slurm-*.log."
+                    f"units are missing after all jobs ended, and --max-retries "
+                    f"{config.max_retries} are used up: see mcore-data status --plan "
+                    f"{plan.address} and {folder}/slurm-*.log."
                 )
             retries -= 1
-            sizes = array_sizes(plan, config, none_runs=True)
             log.warning("all jobs ended with units missing: submitting %s tasks", sum(sizes))
-            running = [
-                _submit(["sbatch", "--parsable", f"--array=0-{size - 1}", str(script)])
-                for size in sizes
-            ]
+            running = [_submit(_array_command(size, script)) for size in sizes]
             jobs += running
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -168,6 +164,10 @@ def array_sizes(plan: WorkPlan, config: LaunchConfig, *, none_runs: bool = False
     return [
         min(config.max_array, wanted - first) for first in range(0, wanted, config.max_array)
     ]
+
+
+def _array_command(num_tasks: int, script: Path) -> list[str]:
+    return ["sbatch", "--parsable", f"--array=0-{num_tasks - 1}", str(script)]
 
 
 def _submit(words: Sequence[str]) -> str:
