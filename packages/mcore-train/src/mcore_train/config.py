@@ -703,8 +703,8 @@ class SpikeConfig(Options):
     spike_window: int = option(
         128, minimum=16, part_of={"spike_policy": ("skip", "rewind", "stop")}, shrinks_to=16
     )
-    """Last steps that a step is compared with; spikes are left out. Until 16 steps are known,
-    only numbers that are not finite are spikes."""
+    """Last steps that a step is compared with. Until so many are known, only numbers that are
+    not finite are spikes. A spike counts among them as the limit that it was above."""
     spike_limit: int = option(10, minimum=1, part_of={"spike_policy": ("skip", "rewind")})
     """Spikes within --spike-window steps after which the run ends, since it has another cause
     than single documents."""

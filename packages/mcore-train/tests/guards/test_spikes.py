@@ -21,7 +21,7 @@ from mcore_train.loop import train
 from mcore_train.reporting.html_report import html_report, read_pages
 from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import resolve
-from mcore_train.updating.recent_steps import LEARNED_STEPS, RecentSteps
+from mcore_train.updating.recent_steps import RecentSteps
 
 BAD_STEPS = (21, 22, 27)
 TINY = {
@@ -50,12 +50,10 @@ class BadDocuments:
 
     def __init__(self, samples, steps=BAD_STEPS):
         self.samples, self.steps = samples, steps
+        self.sequences, self.document_ids = samples.sequences, samples.document_ids
 
     def __len__(self):
         return len(self.samples)
-
-    def __getattr__(self, name):
-        return getattr(self.samples, name)
 
     def __getitem__(self, index):
         sample = dict(self.samples[index])
@@ -214,24 +212,35 @@ def test_all_ranks_skip_the_same_steps(layout):
 
 def test_a_step_is_judged_by_those_before_it():
     window = RecentSteps(SpikeConfig(**SKIP), torch.device("cpu"))
-    numbers = torch.linspace(1, 2, LEARNED_STEPS).double()
+    numbers = torch.linspace(1, 2, 16).double()
 
     def is_spike(loss, norm):
         return bool(window.judge(torch.tensor(loss), torch.tensor(norm)).is_spike)
 
     assert is_spike(torch.nan, 1.0)
-    assert not is_spike(100.0, 1.0)  # too few are known
+    assert not is_spike(100.0, 1.0)  # the window is not full
     window = RecentSteps(SpikeConfig(**SKIP), torch.device("cpu"))
     for number in numbers:
         assert not is_spike(number.item(), 2 * number.item())
-    limit = (numbers.mean() + 5 * numbers.std()).item()
-    assert is_spike(limit + 1e-3, 1.0)
-    assert is_spike(1.0, 2 * limit + 1e-3)
-    assert is_spike(limit + 1e-3, 1.0)  # the spikes before did not raise the limit
-    smaller = RecentSteps(SpikeConfig(**SKIP | {"spike_window": 17}), torch.device("cpu"))
-    smaller.set_state(window.state())
-    assert not bool(smaller.judge(torch.tensor(limit - 1e-3), torch.tensor(1.0)).is_spike)
     assert window.largest_norm() == 4.0
+    state = window.state()
+    limit = (numbers.mean() + 5 * numbers.std()).item()
+    assert is_spike(1.0, 2 * limit + 1e-3)
+    window.set_state(state)
+    assert is_spike(1e6, 1.0)
+    # The spike counts as the limit, so that the next one is found too.
+    raised = torch.cat([numbers[1:], torch.tensor([limit], dtype=torch.float64)])
+    next_limit = (raised.mean() + 5 * raised.std()).item()
+    assert not is_spike(next_limit - 1e-3, 1.0)
+    window.set_state(state)
+    assert is_spike(1e6, 1.0)
+    assert is_spike(next_limit + 1e-3, 1.0)
+    # A level that stays higher becomes the usual one.
+    assert sum(is_spike(5.0 + 0.1 * (step % 3), 1.0) for step in range(16)) < 5
+    smaller = RecentSteps(SpikeConfig(**SKIP | {"spike_window": 17}), torch.device("cpu"))
+    smaller.set_state(state)
+    assert not bool(smaller.judge(torch.tensor(9.0), torch.tensor(1.0)).is_spike)
+    assert bool(smaller.judge(torch.tensor(90.0), torch.tensor(1.0)).is_spike)
 
 
 def test_the_page_of_a_ledger_names_the_documents_of_each_spike(tmp_path, capsys):

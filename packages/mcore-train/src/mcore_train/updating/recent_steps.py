@@ -2,11 +2,12 @@
 
 A step is a spike if its loss or its gradient norm is not finite, or above the mean of the last
 steps by some standard deviations. That is decided on the device, from numbers that are equal on
-all ranks: no host waits, and all ranks skip a step or none. Spikes do not enter the mean, so
-that several in a row are all found.
+all ranks: no host waits, and all ranks skip a step or none. A spike enters the window as the
+limit that it was above: several in a row are all found, and yet a level that stays higher, as
+while the learning rate rises, becomes the usual one after a few steps.
 
-OLMo-core's SkipStepOptimizer has the same test: 6 standard deviations over the last 128 steps.
-There spikes enter the mean too.
+OLMo-core's SkipStepOptimizer has the same test, 6 standard deviations over the last 128 steps,
+and lets spikes enter with their own size.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from mcore_train.config import SpikeConfig
 
 LEARNED_STEPS = 16
-"""Steps that must be known before one can be a spike."""
+"""Steps that must be known for a largest norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,23 @@ class Judgement:
 
 
 class RecentSteps:
-    """A window of the last steps that were no spikes; equal on all ranks."""
+    """A window of the last steps; equal on all ranks."""
 
     def __init__(self, config: SpikeConfig, device: torch.device) -> None:
         """Begin without steps.
 
         Args:
-            config: of ``--spike-policy none`` the window takes every finite step.
+            config: with ``--spike-policy none`` only what is not finite is a spike.
             device: of the window.
         """
-        self._sigmas = config.spike_sigmas if config.spike_policy != "none" else torch.inf
+        self._sigmas = config.spike_sigmas if config.spike_policy != "none" else None
         window = config.spike_window
         self._values = torch.zeros(2, window, dtype=torch.float64, device=device)
         self._num_added = torch.zeros((), dtype=torch.int64, device=device)
         self._places = torch.arange(window, device=device)
 
     def judge(self, loss: Float[Tensor, ""], norm: Float[Tensor, ""]) -> Judgement:
-        """Compare a step with the window, and add it unless it is a spike.
+        """Compare a step with the window, if that is full, and add it.
 
         Args:
             loss: main loss of the step over all ranks.
@@ -60,11 +61,16 @@ class RecentSteps:
         mean = torch.where(is_known, self._values, 0.0).sum(1) / count.clamp(min=1)
         squares = torch.where(is_known, self._values - mean[:, None], 0.0).square().sum(1)
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
-        is_far = (new > mean + self._sigmas * deviation).any() & (count >= LEARNED_STEPS)
-        is_spike = is_far | ~new.isfinite().all()
+        is_finite, added = new.isfinite().all(), new
+        is_spike = ~is_finite
+        if self._sigmas is not None:
+            limit = mean + self._sigmas * deviation
+            is_full = count == len(self._places)
+            is_spike = is_spike | (is_full & (new > limit).any())
+            added = torch.where(is_full, torch.minimum(new, limit), new)
         is_place = self._places == self._num_added % len(self._places)
-        self._values.copy_(torch.where(is_place & ~is_spike, new[:, None], self._values))
-        self._num_added += ~is_spike
+        self._values.copy_(torch.where(is_place & is_finite, added[:, None], self._values))
+        self._num_added += is_finite
         return Judgement(is_spike, torch.stack([new, mean, deviation], 1))
 
     def largest_norm(self) -> float:
