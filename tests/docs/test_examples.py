@@ -50,6 +50,14 @@ def test_the_guides_first_program_gives_equal_losses_on_one_rank_and_two():
     assert single[-1] < single[0]
 
 
+def test_the_loop_of_weight_sync_generates_with_the_trainers_log_probabilities():
+    arguments = ["--iterations", "2", "--use-distributed-optimizer"]
+    first, second = run_ranks(run_example, 2, "weight_sync_loop", arguments)
+    assert first == second
+    assert [differing for _, differing in first] == [0, 0]
+    assert len({reward for reward, _ in first}) == 2
+
+
 @pytest.mark.parametrize(
     "layout",
     [[], ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]],

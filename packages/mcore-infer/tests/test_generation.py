@@ -5,8 +5,8 @@ import torch
 from warm_ranks import run_ranks
 
 from mcore_infer import SamplingConfig, generate, generate_text, load_model, sample, stream
-from mcore_infer.engine.sampling import token_log_probs
 from mcore_infer.generation import next_logits, prompt_ids
+from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 

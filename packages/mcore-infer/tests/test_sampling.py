@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
-from mcore_infer.engine.sampling import penalized, token_log_probs
+from mcore_infer.engine.sampling import penalized
 from mcore_infer.writing.sequence import RunningSequence, TextRequest
+from mcore_models.kernels.batch_invariant import token_log_probs
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
 PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])

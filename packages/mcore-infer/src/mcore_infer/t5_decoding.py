@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.engine.sampling import choose, token_log_probs
+from mcore_infer.engine.sampling import choose
 from mcore_infer.engine.stages import agree_on_tokens
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.writing.sequence import NewToken, RunningSequence, TextRequest
+from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_parallel.collectives import all_gather
 
 

@@ -21,12 +21,13 @@ from mcore_infer import (
     generate,
     load_model,
 )
-from mcore_infer.engine.sampling import choose, token_log_probs
+from mcore_infer.engine.sampling import choose
 from mcore_infer.generation import next_logits
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.writing.sequence import NewToken, RunningSequence, TextRequest
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.gemm import PlainGemm

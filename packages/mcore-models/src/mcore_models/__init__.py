@@ -49,6 +49,7 @@ _EXPORTS: dict[str, str] = {
     "preset_names": "presets",
     "quantize_base": "peft.quantized_base",
     "rank_bytes": "flops",
+    "use_batch_invariant_kernels": "kernels.batch_invariant_model",
 }
 
 __all__ = list(_EXPORTS)

@@ -1071,6 +1071,13 @@ class KernelConfig(Options):
     if installed, else torch's own), unfused (torch's unfused kernel), local (plain torch);
     auto: the fastest available kernel for the shapes."""
 
+    batch_invariant_mode: bool = option(
+        False, excludes={"attention_backend": ("flash4", "fused", "flash", "unfused", "local")}
+    )
+    """Add in an order that does not depend on the batch, in forward: log probabilities are then
+    equal to the bit to those of an engine in this mode. Slower; for GPT models on one tensor
+    and context rank. An option that it does not cover is an error."""
+
     rules = (
         *(
             Rule(("transformer_impl", *fields), _unless_ours(is_broken), message, is_note=True)

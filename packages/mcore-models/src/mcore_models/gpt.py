@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mcore_models.building.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.building.stage_model import StageModel, check_inputs
+from mcore_models.kernels.batch_invariant import BatchInvariantGemm, token_log_probs
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import build_inputs
 from mcore_models.layers.layer_setup import LayerSetup
@@ -28,6 +29,7 @@ from mcore_models.mup import embedding_factor, logits_factor
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
@@ -46,6 +48,7 @@ class GPT(StageModel, MTPLanguageModel):
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
+        head_gemm: multiplies with the head's weight where logits are computed.
         mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on the
             stage that a pipeline layout assigns.
     """
@@ -60,6 +63,7 @@ class GPT(StageModel, MTPLanguageModel):
         )
         if self.is_normed:
             self.final_norm = stream_norm(config, ctx, **factory_kwargs)
+        self.head_gemm: Gemm = PLAIN_GEMM
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
@@ -194,8 +198,9 @@ class GPT(StageModel, MTPLanguageModel):
         Args:
             hidden: of ``forward`` on the last stage.
         """
+        split = self.tp, self.sequence_parallel
         scores = column_parallel(
-            self._scaled(hidden), self.output_weight, None, self.tp, self.sequence_parallel
+            self._scaled(hidden), self.output_weight, None, *split, self.head_gemm
         )
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(scores / cap) if cap else scores
@@ -213,6 +218,10 @@ class GPT(StageModel, MTPLanguageModel):
             labels: next token of every token.
             label_smoothing: share of the target spread over the vocabulary.
         """
+        if isinstance(self.head_gemm, BatchInvariantGemm) and not label_smoothing:
+            # As an engine computes them, to the bit; there is one tensor rank.
+            scores = self.logits(hidden)[..., : self.vocab_size]
+            return -token_log_probs(scores, labels.t()).t()
         return vocab_parallel_cross_entropy(
             self.logits(hidden),
             labels.t(),  # [B, S] -> [S, B]

@@ -15,6 +15,7 @@ from mcore_base.options import Values, find_faults
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.building.stage_model import StageModel
+from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.logical_tensors import head_dim
@@ -334,6 +335,8 @@ def _build_chunks(
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)
+        if config.kernels.batch_invariant_mode:
+            use_batch_invariant_kernels(chunk)
     return chunks
 
 

@@ -5,7 +5,7 @@ that stay on their rank are passed on without a copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import any_rank
 from mcore_parallel.collectives import all_to_all
+from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis
 
 Key = TypeVar("Key")
@@ -42,6 +43,31 @@ class Move(Generic[Key]):
         return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(slots=True)
+class ExchangeDigests:
+    """Digests of the bytes that a rank sent to, and received from, each rank."""
+
+    sent: list[Tensor] = field(default_factory=list)
+    """A digest for each rank of the axis, of every round."""
+    received: list[Tensor] = field(default_factory=list)
+    """The same of the bytes that arrived."""
+
+    def add(self, packed: Tensor, send: list[int], got: Tensor, receive: list[int]) -> None:
+        """Compute the digests of one round; the host does not wait."""
+        self.sent.append(torch.stack([digest(part) for part in packed.split(send)]))
+        self.received.append(torch.stack([digest(part) for part in got.split(receive)]))
+
+    def damaged(self, world: Axis) -> list[int]:
+        """Return the ranks whose bytes arrived changed on this rank; one all-to-all."""
+        if not self.sent:
+            return []
+        # [rounds, ranks] -> [ranks, rounds]: row r goes to rank r, which compares it.
+        ones = [1] * world.size
+        expected = all_to_all(torch.stack(self.sent, 1), world, ones, ones)
+        differs = (expected != torch.stack(self.received, 1)).any(1)
+        return differs.nonzero().flatten().tolist()
+
+
 def exchange(
     moves: Sequence[Move[Key]],
     give: Callable[[Key], Tensor],
@@ -50,6 +76,7 @@ def exchange(
     world: Axis,
     device: torch.device,
     round_bytes: int = ROUND_BYTES,
+    digests: ExchangeDigests | None = None,
 ) -> None:
     """Execute moves; all ranks of ``world`` call it with the same list.
 
@@ -61,6 +88,7 @@ def exchange(
         world: the ranks; one all-to-all of bytes a round.
         device: device of the communication.
         round_bytes: bound of the bytes in flight.
+        digests: collects digests of what is sent and received; None: computes none.
     """
     for batch in rounds(moves, round_bytes):
         for move in batch:
@@ -68,7 +96,7 @@ def exchange(
                 take(move.key, _bytes(give(move.key)))
         travelling = [move for move in batch if move.source != move.target]
         if travelling:
-            _round(travelling, give, take, world, device)
+            _round(travelling, give, take, world, device, digests)
 
 
 def travel_device(tensors: Iterable[Tensor], world: Axis) -> torch.device:
@@ -100,6 +128,7 @@ def _round(
     take: Callable[[Key, Tensor], None],
     world: Axis,
     device: torch.device,
+    digests: ExchangeDigests | None,
 ) -> None:
     ranks = range(world.size)
     out = [[m for m in moves if m.source == world.rank and m.target == r] for r in ranks]
@@ -112,6 +141,8 @@ def _round(
         packed[place : place + move.num_bytes].copy_(_bytes(give(move.key)))
         place += move.room_bytes
     got = all_to_all(packed, world, send, receive)
+    if digests is not None:
+        digests.add(packed, send, got, receive)
     place = 0
     for move in (move for mine in come for move in mine):
         take(move.key, got[place : place + move.num_bytes])

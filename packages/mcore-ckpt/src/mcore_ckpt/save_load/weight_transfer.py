@@ -6,13 +6,21 @@ bounded size. Boxes that stay on their rank are copied there.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
-from mcore_ckpt.save_load.tensor_exchange import ROUND_BYTES, Move, exchange, travel_device
+from mcore_ckpt.save_load.tensor_exchange import (
+    ROUND_BYTES,
+    ExchangeDigests,
+    Move,
+    exchange,
+    travel_device,
+)
 from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
 from mcore_ckpt.storage.files import DTYPES, narrowed
 from mcore_ckpt.storage.index import DTYPE_BYTES
@@ -46,36 +54,82 @@ def transfer_weights(
         ValueError: on all ranks, before anything is sent: if names or shapes differ, or the
             source lacks a part of a tensor.
     """
-    with raise_on_all_ranks(world):
-        mine = [build_claims(source), build_claims(target)]
-    texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
-    held: list[Claims] = []
-    wanted: list[Claims] = []
-    for answer in gather_json(texts, world):
-        for found, one in zip((held, wanted), answer, strict=True):
-            found.append({name: Claim.from_json(claim) for name, claim in one.items()})
-    moves = plan_transfer(held, wanted)
-    dtypes = {name: claim.dtype for one in held for name, claim in one.items()}
-
-    def give(one: Write) -> Tensor:
-        return _views(source[one.name], one.box)[0]
-
-    def take(one: Write, data: Tensor) -> None:
-        came = data.view(DTYPES[dtypes[one.name]]).view(one.box[1])
-        for view in _views(target[one.name], one.box):
-            view.copy_(came)
-
-    pieces = (
-        piece.data for one in (source, target) for s in one.values() for piece in s.pieces
+    WeightTransfer.plan(source, target, world=world).run(
+        source, target, round_bytes=round_bytes
     )
-    exchange(
-        moves,
-        give,
-        take,
-        world=world,
-        device=travel_device(pieces, world),
-        round_bytes=round_bytes,
-    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransfer:
+    """Moves from one layout to another, planned once and run for each new set of weights."""
+
+    world: Axis
+    """Ranks of both layouts."""
+    moves: Sequence[Move[Write]]
+    """Equal on all ranks."""
+    tensors: Mapping[str, Claim]
+    """Shape and dtype of each logical tensor of the source, equal on all ranks."""
+    device: torch.device
+    """Device of the communication."""
+
+    @classmethod
+    def plan(
+        cls, source: Mapping[str, Shard], target: Mapping[str, Shard], *, world: Axis
+    ) -> "WeightTransfer":
+        """Exchange what the ranks hold and need; arguments and errors of ``transfer_weights``.
+
+        Later shards of ``run`` must have the same boxes and dtypes as these.
+        """
+        with raise_on_all_ranks(world):
+            mine = [build_claims(source), build_claims(target)]
+        texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
+        held: list[Claims] = []
+        wanted: list[Claims] = []
+        for answer in gather_json(texts, world):
+            for found, one in zip((held, wanted), answer, strict=True):
+                found.append({name: Claim.from_json(claim) for name, claim in one.items()})
+        moves = plan_transfer(held, wanted)
+        tensors = {name: claim for one in held for name, claim in one.items()}
+        sides = (source, target)
+        pieces = (piece.data for one in sides for s in one.values() for piece in s.pieces)
+        return cls(world, moves, tensors, travel_device(pieces, world))
+
+    def run(
+        self,
+        source: Mapping[str, Shard],
+        target: Mapping[str, Shard],
+        *,
+        round_bytes: int = ROUND_BYTES,
+        digests: ExchangeDigests | None = None,
+        moves: Sequence[Move[Write]] | None = None,
+    ) -> None:
+        """Fill the target; all ranks of the world call it together.
+
+        Args:
+            source: read.
+            target: written in place.
+            round_bytes: bound of the bytes in flight.
+            digests: collects digests of what is sent and received.
+            moves: a part of the planned moves, equal on all ranks; None: all.
+        """
+
+        def give(one: Write) -> Tensor:
+            return _views(source[one.name], one.box)[0]
+
+        def take(one: Write, data: Tensor) -> None:
+            came = data.view(DTYPES[self.tensors[one.name].dtype]).view(one.box[1])
+            for view in _views(target[one.name], one.box):
+                view.copy_(came)
+
+        exchange(
+            self.moves if moves is None else moves,
+            give,
+            take,
+            world=self.world,
+            device=self.device,
+            round_bytes=round_bytes,
+            digests=digests,
+        )
 
 
 def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move[Write]]:

@@ -27,7 +27,6 @@ from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.sampling import (
     choose_on_all_ranks,
     score_prompt,
-    token_log_probs,
     top_log_probs,
     top_tokens,
 )
@@ -48,6 +47,8 @@ from mcore_infer.writing.sequence import (
 )
 from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
+from mcore_models.kernels.batch_invariant import token_log_probs
+from mcore_models.kernels.batch_invariant_model import FLAG, is_batch_invariant
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
@@ -58,6 +59,8 @@ class _StepInFlight:
     """A launched step whose chosen tokens the host has not read yet."""
 
     step: Step
+    weights_version: int
+    """``Engine.weights_version`` when the step was launched."""
     requests: list[int]
     """Request of each row that chooses a token; a request with proposals has several rows."""
     chosen: Tensor | None = None
@@ -90,6 +93,7 @@ class Engine:
         drafter: proposes tokens; None: a step writes one token of each request.
         speculation: counts of the proposals.
         grammars: compile structures for the tokenizer; None: structures are refused.
+        weights_version: number of the weights in ``model``, see ``weights_changed``.
         runs_ahead: whether a step may be launched before the host has read the tokens of the
             previous one. On a GPU this hides the host's work.
     """
@@ -120,6 +124,13 @@ class Engine:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
         if config.fp8_cache:
             check_fp8_cache(model.config)
+        in_fixed_order = is_batch_invariant(model)
+        if in_fixed_order:
+            if config.fp8_cache:
+                raise ValueError(
+                    f"{FLAG} does not cover an fp8 cache: use --kv-cache-dtype model."
+                )
+            config = replace(config, records_graphs=False)  # lengths are read on the host
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft, in_step)
         if has_recurrent_layers(model.config) or config.speculative_drafts == "mtp":
@@ -141,6 +152,7 @@ class Engine:
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
         sizes = config.num_pages, config.page_tokens, config.max_requests
         self.cache = PagedCache(*sizes, config.fp8_cache)
+        self.cache.in_fixed_order = in_fixed_order
         self.scheduler = Scheduler(
             config,
             PagePool(config.num_pages, config.page_tokens),
@@ -161,6 +173,7 @@ class Engine:
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
+        self.weights_version = 0
         self._sequences: dict[int, RunningSequence] = {}
         self._beams = Beams()
         self._num_requests = 0
@@ -253,13 +266,18 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.forget(request)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, version: int | None = None) -> None:
         """Discard the cache after the weights of ``model`` were changed in place.
 
         Call it on all ranks, after ``transfer_weights``. Requests keep their tokens, and a
         launched step still adds its tokens; later steps read no key, value, state or prefix of
         the old weights. No communication.
+
+        Args:
+            version: number of the new weights, which later tokens are reported with; None: one
+                more than that of the old.
         """
+        self.weights_version = self.weights_version + 1 if version is None else version
         self.scheduler.recompute()
 
     @property
@@ -291,7 +309,7 @@ class Engine:
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
         self.scheduler.complete(flight.step, ids)
-        events = list(self._take(new))
+        events = list(self._take(new, flight.weights_version))
         if self.model.config.rope_type == "longrope":
             self._recompute_beyond_context()
         return events
@@ -343,14 +361,15 @@ class Engine:
         scored = [chunk for chunk in step.chunks if chunk.wants_token]
         requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
-            return _StepInFlight(step, [])
+            return _StepInFlight(step, self.weights_version, [])
         offsets = None  # of each row in its request: the number of proposals before it
         if self.drafter is not None:
             offsets = [i for chunk in scored for i in range(1 + chunk.num_drafts)]
         sequences = [self._sequences[request] for request in requests]
         chosen = choose_on_all_ranks(logits, sequences, offsets, self.model)
         wanted = [sequence.request.scores for sequence in sequences]
-        flight = _StepInFlight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
+        ids = chosen.to("cpu", non_blocking=True)
+        flight = _StepInFlight(step, self.weights_version, requests, chosen, ids)
         if any(scores.log_probs for scores in wanted):
             log_probs = token_log_probs(logits, chosen).double()
             log_probs = from_last_stage(log_probs, self.model.pp)
@@ -440,12 +459,15 @@ class Engine:
             self.speculation.accepted += count - 1
         return count
 
-    def _take(self, new: Sequence[NewToken]) -> Iterator[NewToken | tuple[int, Generation]]:
+    def _take(
+        self, new: Sequence[NewToken], weights_version: int
+    ) -> Iterator[NewToken | tuple[int, Generation]]:
         for token in new:
             request = token.row
             sequence = self._sequences.get(request)
             if sequence is None:  # ended by an earlier token of this step
                 continue
+            sequence.note_weights(weights_version)
             released = sequence.add(token)
             if request not in self._beams:
                 yield from released

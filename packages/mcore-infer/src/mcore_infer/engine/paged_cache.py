@@ -34,6 +34,7 @@ from mcore_infer.engine.step_layout import (
 )
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
+from mcore_models.kernels.batch_invariant import fixed_order_attention
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class PagedCache:
         num_slots: recurrent states in memory; one more, the last, is for padding.
         step: inputs of the next forward.
         is_padded: whether decoding runs without a kernel, on gathered and padded keys.
+        in_fixed_order: attend text by text in the order of ``kernels.batch_invariant``.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class PagedCache:
         self.num_pages, self.page_tokens, self.num_slots = num_pages, page_tokens, num_slots
         self._fp8 = fp8
         self.step: StepTensors | DecodeTensors | None = None
-        self.is_padded = False
+        self.is_padded = self.in_fixed_order = False
         self._memories: dict[int, _LayerMemory] = {}
 
     @property
@@ -202,6 +204,9 @@ class _PagedLayer:
         # Latent attention stores one vector a token, whose first channels are the value.
         values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
+        if self.cache.in_fixed_order and v is not None:
+            write_to_pages((held.keys, values), (k[:, 0], v[:, 0]), step.places)
+            return self._in_fixed_order(step, q, values, scores.get("scale"))
         if isinstance(step, DecodeTensors):
             decode = decode_kernel(len(q), q, k, v, scores, self.scales, self.cache.page_tokens)
             if decode is not None and v is not None:
@@ -273,6 +278,30 @@ class _PagedLayer:
             seen = [self._seen(memory, chunk, window) for memory in (self.held.keys, values)]
             seen = wide_pages(seen, self.scales, q.dtype)
             mixed[here] = attend(q[here], *seen, sizes_repeat=False, **options)
+        return mixed
+
+    def _in_fixed_order(
+        self,
+        step: StepTensors | DecodeTensors,
+        q: Float[Tensor, "S 1 N H"],
+        values: Shaped[Tensor, "P Z G H"],
+        scale: float | None,
+    ) -> Float[Tensor, "S 1 N H"]:
+        """Attend text by text, by the kernel of a batch-invariant model; waits for lengths."""
+        assert self.held.keys is not None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        size = self.cache.page_tokens
+        if isinstance(step, DecodeTensors):
+            lengths = step.lengths.tolist()
+            pages = [row[: -(-n // size)] for row, n in zip(step.tables, lengths, strict=True)]
+            spans = [(i, i + 1, length) for i, length in enumerate(lengths)]
+        else:
+            pages = [chunk.pages for chunk in step.chunks]
+            spans = [(c.begin, c.end, c.first + c.end - c.begin) for c in step.chunks]
+        mixed = torch.empty_like(q)
+        for of_text, (begin, end, length) in zip(pages, spans, strict=True):
+            keys, mine = (m[of_text].flatten(0, 1)[:length] for m in (self.held.keys, values))
+            mixed[begin:end, 0] = fixed_order_attention(q[begin:end, 0], keys, mine, scale)
         return mixed
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:

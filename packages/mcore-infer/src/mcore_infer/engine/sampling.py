@@ -18,6 +18,7 @@ from mcore_infer.engine.stages import agree_on_tokens, from_last_stage, last_sta
 from mcore_infer.engine.step_layout import on_device
 from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
 from mcore_infer.writing.structured import allowed_tokens
+from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_models.protocol import LanguageModel
 
 _ROWS = 256
@@ -213,14 +214,6 @@ def top_tokens(top: Float[Tensor, "2 B k"]) -> list[Top]:
     """Return the result of ``top_log_probs`` as Python numbers; waits for the device."""
     rows = zip(top[0].long().tolist(), top[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
-
-
-def token_log_probs(
-    logits: Float[Tensor, "B V"], ids: Int[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """Return the log probabilities of tokens, before temperature and cut-off."""
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
 
 
 def score_prompt(

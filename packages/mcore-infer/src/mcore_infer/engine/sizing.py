@@ -7,10 +7,10 @@ import torch
 
 from mcore_infer.engine.limits import EngineConfig, Fp8Cache
 from mcore_infer.engine.paged_cache import PagedCache
-from mcore_infer.engine.sampling import token_log_probs
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
+from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis

@@ -67,6 +67,9 @@ class Generation:
     """The likeliest tokens at those positions; empty: not requested."""
     beams: tuple[Beam, ...] = ()
     """Results of beam search, best first; ``ids`` is the first of them."""
+    weights_versions: tuple[int, ...] = ()
+    """Versions of the weights that wrote the tokens, in order; several if the weights changed
+    while the text was written. Empty: beam search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +150,7 @@ class RunningSequence:
         ids: tokens so far, without stop sequences.
         prompt_log_probs: of the prompt's tokens after the first; empty: not requested.
         prompt_top: the likeliest tokens at those positions.
+        weights_versions: of the weights that wrote the tokens, in order.
         finish_reason: None while the text is being written.
     """
 
@@ -177,6 +181,7 @@ class RunningSequence:
         self._log_probs: list[float | None] = []
         self._tops: list[Top] = []
         self.num_released = 0
+        self.weights_versions: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._cut = self.sampling.cut
 
@@ -236,6 +241,11 @@ class RunningSequence:
         parts = zip(self.ids[new], self._log_probs[new], self._tops[new], strict=True)
         return [NewToken(token.row, *part) for part in parts]
 
+    def note_weights(self, version: int) -> None:
+        """Record the version of the weights that wrote the next token."""
+        if self.weights_versions[-1:] != [version]:
+            self.weights_versions.append(version)
+
     def _drop(self, count: int) -> None:
         for values in (self.ids, self._log_probs, self._tops):
             del values[-count:]
@@ -264,4 +274,5 @@ class RunningSequence:
             top,
             prompt_log_probs=tuple(self.prompt_log_probs),
             prompt_top=tuple(self.prompt_top) if self.request.scores.num_top else (),
+            weights_versions=tuple(self.weights_versions),
         )

@@ -6,6 +6,7 @@ import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
+from mcore_models.kernels.batch_invariant import fixed_order_attention, fixed_order_product
 from mcore_models.kernels.conv import conv_silu
 from mcore_models.kernels.delta import gated_delta_rule, kernel_widths
 from mcore_models.kernels.gated_fp8 import cast_gated, largest_gated
@@ -53,6 +54,9 @@ def optional_kernels(
         found.append((round_by_salt_, ()))
     found += [(loss.row_stats, (dtype,)), (loss.softmax_gradient_, (dtype,))]
     found += _of_fp8(config, dtype, fp8)
+    if kernels.batch_invariant_mode:
+        found.append((fixed_order_product, (dtype,)))
+        found.append((fixed_order_attention, (dtype, head_dim(config))))
     if NARROWEST <= config.hidden_size <= WIDEST:
         found += [(norm, (dtype,)), (add_and_norm, (dtype,))]
     if is_gated(config) and activation(config) in KINDS:

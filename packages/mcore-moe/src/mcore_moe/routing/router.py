@@ -41,6 +41,10 @@ from mcore_parallel.sharding import ParamLayout, whole
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+RouterLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Called with tokens, weight and bias."""
+
+
 class Router(nn.Module):
     """The gate of a mixture of experts: a linear map, top-k choice and balancing losses.
 
@@ -58,6 +62,7 @@ class Router(nn.Module):
             the load-balancing loss and of the z-loss, without coefficients, times the ranks
             that share a micro-batch; and the number of passes.
         tape: records choices, or replays recorded ones; see ``replay``.
+        linear: multiplies with the weight in place of torch, or None.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class Router(nn.Module):
         sums = torch.zeros(3, dtype=torch.float64, device=device)
         self.register_buffer("step_losses", sums, persistent=False)
         self.tape: RoutingTape | None = None
+        self.linear: RouterLinear | None = None
         # A parameter, so that checkpoints carry it like any other logical tensor.
         self.expert_bias = (
             nn.Parameter(
@@ -204,6 +210,9 @@ class Router(nn.Module):
             with stream:
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, x.dtype)
+        if self.linear is not None:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return self.linear(x.to(dtype), self.weight.to(dtype), bias)
         if dtype == torch.float32 and _is_narrow(x) and _is_narrow(self.weight):
             wide = _WideLinear.apply(x, self.weight)
             return wide if self.bias is None else wide + self.bias.to(dtype)

@@ -378,7 +378,6 @@ INSTEAD: dict[str, str] = {
     "--task --valid-data --strict-lambada --overlapping-eval": (
         "this belongs to the evaluation of a trained model; use mcore-infer eval."
     ),
-    "--batch-invariant-mode": "use --deterministic-mode.",
     "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards": (
         "use --data-parallel-sharding-strategy to shard weights further."
     ),
