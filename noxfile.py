@@ -293,6 +293,15 @@ def megatron(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="uv", python="3.11")
+def trl(session: nox.Session) -> None:
+    """Train a tiny model by each objective, as trl does."""
+    session.run("uv", "pip", "install", *_editables("test"), "trl>=1.16,<2")
+    session.run("python", "-W", "ignore", "-c", "import trl, transformers")
+    tests = ("-m", "parity_long", "tests/parity/test_trl.py")
+    session.run("python", "-m", "pytest", *tests, *session.posargs)
+
+
+@nox.session(venv_backend="uv", python="3.11")
 def resiliency(session: nox.Session) -> None:
     """Run what needs nvidia-resiliency-ext or TorchFT: restarts in process, ft_launcher.
 

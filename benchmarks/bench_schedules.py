@@ -143,8 +143,9 @@ def predict(
 def stage_durations(run: Run, batches: list, options: argparse.Namespace) -> Durations:
     """Time each chunk of this rank alone: no messages, no waiting."""
     last = run.chunks[-1]
-    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
-    losses = StepLosses(run.ctx.device, last.loss_coefficients)
+    masks = [run.objective.masks(each) for each in batches] if last.stage.has_loss else []
+    num_valid = count_valid(masks, run.ctx) if masks else {}
+    losses = StepLosses(run.ctx.device, run.loss_names)
     functions = stage_functions(run, batches, num_valid, losses)
     run.data_parallel.zero_grad()
     with run.data_parallel.no_sync():

@@ -77,8 +77,9 @@ def _expanded(entry: Any, known: list[str]) -> Any:
         return entry
     pattern = re.compile(re.escape(entry).replace(r"\*", "([^/]*)"))
     matches = [match for path in known if (match := pattern.fullmatch(path))]
-    # Tutorials have their own titles, other pages the name of their wheel or program.
-    return [m[0] if "tutorials" in entry else {m[1]: m[0]} for m in matches]
+    # Pages of a wheel or program have its name, others their own title.
+    is_named = entry.startswith(("packages/", "api/", "docs/flags/"))
+    return [{m[1]: m[0]} if is_named else m[0] for m in matches]
 
 
 def linked_files(path: str, text: str) -> Iterator[Path]:

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch import nn
 from warm_ranks import run_ranks
 
 from mcore_models.protocol import LM_LOSS
@@ -11,18 +10,12 @@ from mcore_train.losses import count_valid, loss_weights, place
 LENGTH = 8
 
 
-class TwoLosses(nn.Module):
-    """What counting needs of a model: the tokens' loss, and one of every row."""
-
-    def __init__(self):
-        super().__init__()
-        self.loss_coefficients = {LM_LOSS: 1.0, "row loss": 0.25}
-
-    def loss_masks(self, batch):
-        return {LM_LOSS: batch["loss_mask"], "row loss": torch.ones(len(batch["tokens"]))}
+COEFFICIENTS = {LM_LOSS: 1.0, "row loss": 0.25}
 
 
-MODEL = TwoLosses()
+def masks_of(placed):
+    """Masks of the tokens' loss, and of one loss of every row."""
+    return {LM_LOSS: placed["loss_mask"], "row loss": torch.ones(len(placed["tokens"]))}
 
 
 def batch(mask):
@@ -43,7 +36,7 @@ def test_one_rank_keeps_its_batch_and_counts_its_mask():
     placed = place(batch(MASK), ctx)
     assert torch.equal(placed["tokens"], batch(MASK)["tokens"])
     assert placed.positions is None
-    assert count_valid(MODEL, [placed, placed], ctx) == {LM_LOSS: 14, "row loss": 4}
+    assert count_valid([masks_of(placed)] * 2, ctx) == {LM_LOSS: 14, "row loss": 4}
 
 
 def test_packed_rows_bring_their_documents_and_whole_ones_none():
@@ -61,25 +54,27 @@ def test_packed_rows_bring_their_documents_and_whole_ones_none():
 def test_weights_sum_to_one_over_a_step_in_the_models_precision():
     ctx = ParallelContext.single()
     placed = place(batch(MASK), ctx)
-    count = count_valid(MODEL, [placed], ctx)
-    weights = loss_weights(MODEL, placed, count, torch.float64)
-    for name, coefficient in MODEL.loss_coefficients.items():
+    count = count_valid([masks_of(placed)], ctx)
+    weights = loss_weights(masks_of(placed), COEFFICIENTS, count, torch.float64)
+    for name, coefficient in COEFFICIENTS.items():
         assert weights[name].dtype == torch.float64
         assert weights[name].sum().item() == pytest.approx(coefficient, rel=1e-15)
-    assert loss_weights(MODEL, placed, count, torch.bfloat16)[LM_LOSS].dtype == torch.float32
+    narrow = loss_weights(masks_of(placed), COEFFICIENTS, count, torch.bfloat16)
+    assert narrow[LM_LOSS].dtype == torch.float32
 
 
 def test_a_step_without_any_valid_token_has_weights_of_zero():
     ctx = ParallelContext.single()
     placed = place(batch([[0] * LENGTH] * 2), ctx)
-    weights = loss_weights(MODEL, placed, count_valid(MODEL, [placed], ctx), torch.float32)
+    masks = masks_of(placed)
+    weights = loss_weights(masks, COEFFICIENTS, count_valid([masks], ctx), torch.float32)
     assert not weights[LM_LOSS].any()
 
 
 def split_over_context_ranks():
     ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
     placed = place(batch(MASK), ctx, has_own_positions=True)
-    return placed, count_valid(MODEL, [placed], ctx)[LM_LOSS].item()
+    return placed, count_valid([masks_of(placed)], ctx)[LM_LOSS].item()
 
 
 def test_context_ranks_cut_all_tensors_alike_and_count_together():

@@ -364,6 +364,36 @@ def prepare_chats(
     return 0
 
 
+def prepare_preferences(
+    input: Path,
+    output_prefix: str,
+    tokenizer: TokenizerConfig,
+    chat_template: str = "",
+) -> int:
+    """Tokenize pairs of a chosen and a rejected answer for mcore-train --objective dpo.
+
+    Args:
+        input: JSONL file; each line has prompt, chosen and rejected, as texts or as lists of
+            messages, or chosen and rejected alone, as whole chats.
+        output_prefix: prefix of the two outputs, <output-prefix>_tokens and
+            <output-prefix>_learnt.
+        tokenizer: type and files of the tokenizer.
+        chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
+    """
+    from mcore_data.datasets.preferences import prepare_preferences as prepare
+    from mcore_data.datasets.preferences import read_preferences
+    from mcore_data.tokenizers.building import build_tokenizer
+
+    template = file_text("--chat-template", chat_template)
+    built = build_tokenizer(tokenizer)
+    report = prepare(read_preferences(input), output_prefix, built, template)
+    print(
+        f"{output_prefix}: {report.num_pairs:,} pairs, {report.num_tokens:,} tokens, "
+        f"{report.num_answer_tokens:,} of them in answers"
+    )
+    return 0
+
+
 def explain(
     run: Path,
     step: Annotated[int, _ONE_QUESTION] = 0,
@@ -445,6 +475,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "inspect": ("show what a pair holds", inspect),
     "verify": ("check every pointer and token of a pair", verify),
     "prepare-chats": ("tokenize chats for fine-tuning", prepare_chats),
+    "prepare-preferences": ("tokenize pairs of answers for DPO", prepare_preferences),
     "explain": ("show which text made a sample, or where a document went", explain),
     "index": ("build the sample indices of a run beforehand", index),
 }

@@ -284,6 +284,17 @@ class DataConfig(Options):
     )
     """The data are chats, written by mcore-data prepare-chats: rows pack full chats, and only
     the assistant's tokens count in the loss."""
+    preferences: bool = option(
+        False,
+        idle_with=_SENTENCES,
+        excludes={
+            "sft": Because("as the data are either chats or pairs of answers"),
+            "mock_data": Because("as it reads prepared pairs, by --data-path"),
+            "data_mixture_path": Because("as it reads prepared pairs, by --data-path"),
+        },
+    )
+    """The data are pairs of a chosen and a rejected answer, written by mcore-data
+    prepare-preferences: rows pack full pairs. --objective dpo turns it on."""
     multiple_validation_sets: bool = option(False, idle_with=_SENTENCES)
     """Evaluate every dataset of --valid-data-path separately instead of their blend."""
     full_validation: bool = option(
@@ -326,11 +337,13 @@ class DataConfig(Options):
     drop_last_partial_validation_sequence: bool = True
     """Drop the last tokens of the validation data if they do not fill a sample; off: pad them,
     without a loss on the padding."""
-    reset_position_ids: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
+    reset_position_ids: bool = option(
+        False, idle_with={"sft": _APART, "preferences": _APART, **_SENTENCES}
+    )
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = option(
         False,
-        idle_with={"sft": _APART, **_SENTENCES},
+        idle_with={"sft": _APART, "preferences": _APART, **_SENTENCES},
         excludes={
             "dataloader_inter_document_masking": Because(
                 "as one takes borders at end-of-document tokens, the other those of the stored "
@@ -340,14 +353,18 @@ class DataConfig(Options):
         },
     )
     """Let no token attend to tokens before the last end of document."""
-    eod_mask_loss: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
+    eod_mask_loss: bool = option(
+        False, idle_with={"sft": _APART, "preferences": _APART, **_SENTENCES}
+    )
     """No loss at positions whose input token is an end of document."""
-    create_attention_mask_in_dataloader: bool = option(False, idle_with={"sft": _APART})
+    create_attention_mask_in_dataloader: bool = option(
+        False, idle_with={"sft": _APART, "preferences": _APART}
+    )
     """Make dense [S, S] attention masks, which causal attention does not need. Megatron's
     default: on."""
     dataloader_inter_document_masking: bool = option(
         False,
-        idle_with={"sft": _APART, **_SENTENCES},
+        idle_with={"sft": _APART, "preferences": _APART, **_SENTENCES},
         excludes={"attention_backend": _NO_PACKED},
     )
     """Add document borders (cu_seqlens) to samples, for attention within documents."""

@@ -211,3 +211,25 @@ def test_a_chat_of_no_known_form_is_named(tmp_path):
         path.write_text(json.dumps(record) + "\n")
         with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: "):
             list(read_chats(path))
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}"
+    "{{ m.content.split('!')[-1] }};{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_generation_blocks_of_a_template_mark_what_is_learnt():
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "thought!one"},
+        {"role": "assistant", "content": "two", "learn": False},
+    ]
+    found = list(segments(chat, load_template(MARKED, BYTES, has_marks=True)))
+    assert found == [("qA:", False), ("one;", True), ("A:", False), ("two;", False)]
+    # At generation the same template has no marks.
+    assert load_template(MARKED, BYTES)(chat, False) == "qA:one;A:two;"
+    once = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    with pytest.raises(ValueError, match="the template needs one for each"):
+        list(segments(chat, load_template(once, BYTES, has_marks=True)))

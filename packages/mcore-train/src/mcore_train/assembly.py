@@ -20,7 +20,7 @@ from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
-from mcore_models.protocol import TrainableModel, share_embedding
+from mcore_models.protocol import Entry, MicroBatch, TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
@@ -45,6 +45,8 @@ from mcore_train.config import unrecordable_experts
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
+from mcore_train.objectives.objective import Objective, objective_class
+from mcore_train.objectives.reference import FrozenModel, build_frozen_model
 from mcore_train.pipeline import Pipeline
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
@@ -139,6 +141,11 @@ class Run:
     """Makes CUDA graphs of forward and backward; None where kernels are launched singly."""
     datasets: Datasets
     tokenizer: Tokenizer | None
+    objective: Objective
+    """What the run minimizes over the results of its model."""
+    frozen: FrozenModel | None = None
+    """The objective's reference or teacher; None where it has none, or its results are
+    stored."""
     recent: RecentSteps | None = None
     """Losses and gradient norms that a spike is found by; None where none is looked for."""
     noise: GradientNoise | None = None
@@ -148,9 +155,35 @@ class Run:
     progress: Progress = field(default_factory=Progress)
 
     @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Entries of a batch: those of the model, and those that the objective adds."""
+        return {**self.chunks[0].entries, **self._objective_entries}
+
+    @property
     def read_entries(self) -> frozenset[str]:
         """Entries of batches that this rank reads: a middle stage of a GPT reads none."""
-        return frozenset().union(*(chunk.read_entries for chunk in self.chunks))
+        read = frozenset().union(*(chunk.read_entries for chunk in self.chunks))
+        has_loss = any(chunk.stage.has_loss for chunk in self.chunks)
+        return read | frozenset(self._objective_entries if has_loss else ())
+
+    @property
+    def _objective_entries(self) -> Mapping[str, Entry]:
+        """Entries that the objective adds, and those that a frozen model has stored."""
+        is_stored = self.plan.config.objective.reference_cache
+        stored = self.objective.stored_entries if is_stored else ()
+        return {**self.objective.added_entries, **dict.fromkeys(stored, Entry())}
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Losses and metrics of the objective, the main loss first."""
+        return list(self.objective.coefficients)
+
+    def annotate(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Add what the frozen model computes; all ranks call it together."""
+        if self.frozen is None:
+            return list(batches)
+        with self.ctx.clock.span("compute"):
+            return self.frozen.annotate(batches, self.objective.reference_entries)
 
     def keeping_casts(self) -> AbstractContextManager[None]:
         """Keep casts of weights inside, where a weight's address identifies it."""
@@ -187,8 +220,10 @@ def assemble(
     plan = continue_plan(plan)
     config, tables = plan.config, tables or Tables()
     tokenizer = load_tokenizer(config)
+    objective_type = objective_class(config)
     if datasets is None:
-        datasets = load_datasets(plan, tokenizer)
+        makes_batches = objective_type.makes_batches()
+        datasets = Datasets() if makes_batches else load_datasets(plan, tokenizer)
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
     check_device_format(dtype, ctx.device, ctx.world)
@@ -208,6 +243,10 @@ def assemble(
     if config.offloading.cpu_offloading:
         for layers in chain.from_iterable(map(layer_stacks, chunks)):
             ActivationOffload(layers, config.offloading.cpu_offloading_num_layers, ctx.device)
+    objective, frozen = objective_type(config, ctx, chunks[-1]), None
+    if objective.has_reference and not config.objective.reference_cache:
+        frozen = build_frozen_model(plan, ctx, chunks, pipeline, streams, dtype)
+        objective.reference = frozen.chunks[-1]
     recorder = None
     if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
         casts = precision.weight_casts
@@ -225,6 +264,8 @@ def assemble(
         recorder=recorder,
         datasets=datasets,
         tokenizer=tokenizer,
+        objective=objective,
+        frozen=frozen,
         recent=_build_recent_steps(config, ctx.device),
         noise=_build_noise(data_parallel) if recorder is None else None,
     )

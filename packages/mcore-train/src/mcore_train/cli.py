@@ -116,6 +116,19 @@ def _found_micro_batch(words: Sequence[str]) -> list[str]:
     return text.replace("--micro-batch-size\0auto", "--find-micro-batch-size").split("\0")
 
 
+def reference(words: Sequence[str]) -> int:
+    """Store what the frozen model of an objective computes for each sample."""
+    from mcore_train.options.parsing import parse
+
+    rest = list(words[1:] if words[:1] == ["gpt"] else words)
+    config = parse(rest, "mcore-train reference", TrainConfig)
+    if config.launch.nproc:
+        return start_ranks("reference", words, config.launch.nproc)
+    from mcore_train.objectives.reference_cache import write_reference_cache
+
+    return write_reference_cache(config)
+
+
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
     from mcore_train.quickstart.options import QuickstartConfig
@@ -298,6 +311,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "verify": (
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
+    ),
+    "reference": (
+        "reference FLAGS: store the results of a reference or teacher beside the data",
+        reference,
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
     "plan": ("from a model and a cluster to the fastest layouts that fit", plan),

@@ -51,6 +51,13 @@ from mcore_train.config import (
     VerifyConfig,
     WatchConfig,
 )
+from mcore_train.objectives.config import (
+    DATA_OPTIONS,
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    ObjectiveConfig,
+)
 from mcore_train.precision_config import PrecisionConfig
 from mcore_train.resiliency.config import FaultToleranceConfig, InProcessConfig
 from mcore_train.t5_config import T5BatchConfig
@@ -66,6 +73,10 @@ class TrainConfig:
     experts: MoEConfig = field(default_factory=MoEConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     qk_clipping: QKClipConfig = field(default_factory=QKClipConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
@@ -256,6 +267,7 @@ def compose(
         ValueError: for a name that no part owns, and from the parts' own checks.
     """
     known = field_types(config_type)
+    values = {**values, **DATA_OPTIONS.get(values.get("objective", ""), {})}
     if strange := sorted(set(values) - set(known)):
         raise ValueError(f"no option is called {strange[0]}.")
     parts = {}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from mcore_models.protocol import MicroBatch, TrainableModel
+from mcore_models.protocol import LM_LOSS, MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
+from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import final_batches, place_for, valid_batches
 from mcore_train.guards.signals import Stopped
@@ -183,17 +183,22 @@ def _report_score(
     run: Run, reporter: Reporter, split: str, score: Score, name: str = ""
 ) -> None:
     others = "".join(f" {loss} value: {value:.6E} |" for loss, value in score.others.items())
-    step = run.progress.iteration
+    step, loss_name = run.progress.iteration, run.loss_names[0]
+    numbers = {"loss": score.loss, "tokens": score.num_tokens}
+    perplexity = ""
+    if loss_name == LM_LOSS:
+        numbers["perplexity"] = score.perplexity
+        perplexity = f" {LM_LOSS} PPL: {score.perplexity:.6E} |"
     log.info(
-        " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |%s",
+        " %s loss at iteration %d%s | %s value: %.6E |%s%s",
         "validation" if split == "valid" else split,
         step,
         f" on {name}" if name else "",
+        loss_name,
         score.loss,
-        score.perplexity,
+        perplexity,
         others,
     )
-    numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
     numbers |= {loss.replace(" ", "_"): value for loss, value in score.others.items()}
     reporter.record(f"{split} {name}".strip(), step, numbers)
 
@@ -214,7 +219,7 @@ def evaluate(
             raises, on all ranks or none, ends the evaluation.
     """
     iterator = iter(batches)
-    names = list(run.chunks[-1].loss_coefficients)
+    names = run.loss_names
     totals = torch.zeros(len(names), 2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
         chunk.eval()
@@ -225,7 +230,7 @@ def evaluate(
                     place_for(run, next(iterator))
                     for _ in range(begin, min(begin + run.plan.num_microbatches, num_batches))
                 ]
-                _add_scores(run, group, totals)
+                _add_scores(run, run.annotate(group), totals)
                 between_batches()
     finally:
         for chunk in run.chunks:
@@ -241,43 +246,14 @@ def evaluate(
 
 def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
     """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
+    objective = run.objective
 
-    def add(model: TrainableModel, output: Payload, microbatch: int) -> None:
+    def add(_model: TrainableModel, output: Payload, microbatch: int) -> None:
         batch = batches[microbatch]
-        masks = model.loss_masks(batch)
-        losses = model.unreduced_losses(output, batch)
-        for total, name in zip(totals, model.loss_coefficients, strict=True):
+        masks = objective.masks(batch)
+        losses = objective.unreduced_losses(output, batch)
+        for total, name in zip(totals, objective.coefficients, strict=True):
             total[0] += (losses[name] * masks[name]).sum(dtype=torch.float64)
             total[1] += masks[name].sum(dtype=torch.float64)
 
-    forward_pass(run, batches, add)
-
-
-def forward_pass(
-    run: Run,
-    batches: Sequence[MicroBatch],
-    at_end: Callable[[TrainableModel, Payload, int], None],
-) -> None:
-    """Run micro-batches through all stages, forward only; all ranks call it together.
-
-    Args:
-        run: gives the model.
-        batches: this rank's micro-batches.
-        at_end: called on the last stage with the model, its output and the number of the
-            micro-batch.
-    """
-
-    def build(number: int) -> StageFunction:
-        model = run.chunks[number]
-
-        def forward(x: Payload | None, microbatch: int) -> StageOutput:
-            output, aux = model.run_stage(batches[microbatch], x)
-            if not model.stage.has_loss:
-                return StageOutput(output, None)
-            at_end(model, output, microbatch)
-            return StageOutput(aux.new_zeros(()), None)
-
-        return forward
-
-    stages = {number: build(number) for number in range(len(run.chunks))}
-    run.pipeline.evaluate(stages, batches)
+    run.pipeline.forward(batches, add)

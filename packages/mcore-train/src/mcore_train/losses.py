@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.protocol import TEXT, Entry, MicroBatch, TrainableModel
+from mcore_models.protocol import TEXT, Entry, MicroBatch
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_split
@@ -79,15 +79,18 @@ def place(
 
 
 def count_valid(
-    model: TrainableModel, batches: Sequence[MicroBatch], ctx: ParallelContext
+    masks: Sequence[Mapping[str, Float[Tensor, "..."]]], ctx: ParallelContext
 ) -> dict[str, Float[Tensor, ""]]:
-    """Count the tokens with a loss in a step, for each loss; all-reduces over data and context.
+    """Sum the masks of each loss over a step; all-reduces over data and context ranks.
+
+    Args:
+        masks: of this rank's micro-batches, by name of the loss.
+        ctx: the layout.
 
     Returns:
         By name of the loss, in float64, on the device. A step without any gives 0.
     """
-    masks = [model.loss_masks(batch) for batch in batches]
-    names = list(model.loss_coefficients)
+    names = list(masks[0])
     sums = [
         torch.stack([mask[name].sum(dtype=torch.float64) for mask in masks]).sum()
         for name in names
@@ -96,23 +99,23 @@ def count_valid(
 
 
 def loss_weights(
-    model: TrainableModel,
-    batch: MicroBatch,
+    masks: Mapping[str, Float[Tensor, "..."]],
+    coefficients: Mapping[str, float],
     num_valid: Mapping[str, Float[Tensor, ""]],
     dtype: torch.dtype,
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return each token's factors in the step's losses: mask x coefficient / global count.
 
     Args:
-        model: a last stage.
-        batch: holds what the masks follow from.
+        masks: of one micro-batch, by name of the loss.
+        coefficients: of the losses; 0: a metric, whose factors are mask / global count.
         num_valid: of ``count_valid``.
         dtype: of the model; the factors are float32 or wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
     weights = {}
-    for name, mask in model.loss_masks(batch).items():
+    for name, mask in masks.items():
         factor = mask.to(wide) / num_valid[name].clamp(min=1.0).to(wide)
-        coefficient = model.loss_coefficients[name]
+        coefficient = coefficients[name] or 1.0
         weights[name] = factor if coefficient == 1.0 else factor * coefficient
     return weights

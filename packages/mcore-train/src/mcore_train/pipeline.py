@@ -13,7 +13,13 @@ from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.actions import Action
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
-from mcore_parallel.pipeline_parallel.runner import PayloadShape, StageFunction, run_schedule
+from mcore_parallel.pipeline_parallel.runner import (
+    Payload,
+    PayloadShape,
+    StageFunction,
+    StageOutput,
+    run_schedule,
+)
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_train.composition import TrainConfig
@@ -91,10 +97,32 @@ class Pipeline:
             pair_overlap=self.overlap,
         )
 
-    def evaluate(
-        self, stages: Mapping[int, StageFunction], batches: Sequence[MicroBatch]
+    def forward(
+        self,
+        batches: Sequence[MicroBatch],
+        at_end: Callable[[TrainableModel, Payload, int], None],
     ) -> None:
-        """Run the forward of all micro-batches; arguments as those of ``train``."""
+        """Run micro-batches through all stages, forward only; all ranks call it together.
+
+        Args:
+            batches: this rank's micro-batches.
+            at_end: called on the last stage with the model, its output and the number of the
+                micro-batch.
+        """
+
+        def build(number: int) -> StageFunction:
+            model = self._chunks[number]
+
+            def run_stage(x: Payload | None, microbatch: int) -> StageOutput:
+                output, aux = model.run_stage(batches[microbatch], x)
+                if not model.stage.has_loss:
+                    return StageOutput(output, None)
+                at_end(model, output, microbatch)
+                return StageOutput(aux.new_zeros(()), None)
+
+            return run_stage
+
+        stages = {number: build(number) for number in range(len(self._chunks))}
         self._run("evaluate", stages, batches)
 
     def actions(self, kind: str, num_microbatches: int) -> Sequence[Action]:

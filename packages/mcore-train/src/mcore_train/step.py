@@ -190,9 +190,11 @@ class _Unsynced:
 def _backward(run: Run, batches: Sequence[MicroBatch], sync: ChunkSync) -> StepLosses:
     run.data_parallel.zero_grad()
     last = run.chunks[-1]
-    losses = StepLosses(run.ctx.device, last.loss_coefficients)
+    losses = StepLosses(run.ctx.device, run.loss_names)
     # Ranks that all-reduce the counts hold the same stage: all of them enter, or none.
-    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
+    num_valid = {}
+    if last.stage.has_loss:
+        num_valid = count_valid([run.objective.masks(each) for each in batches], run.ctx)
     stages = stage_functions(run, batches, num_valid, losses)
     scales = run.precision.fp8_scales
     noting = nullcontext() if scales is None else scales.noting()
@@ -216,7 +218,8 @@ def stage_functions(
     """
     aux_weight = 1.0 / (len(batches) * run.ctx.dp.size)
     has_aux = run.plan.config.experts.num_experts > 0
-    scaler = run.precision.loss_scaler
+    scaler, objective = run.precision.loss_scaler, run.objective
+    coefficients = objective.coefficients
 
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
@@ -230,17 +233,19 @@ def stage_functions(
                 extra = extra if scaler is None else extra * scaler.scale
             if not model.stage.has_loss:
                 return StageOutput(output, extra)
-            weights = loss_weights(model, batch, num_valid, run.dtype)
+            masks = objective.masks(batch)
+            weights = loss_weights(masks, coefficients, num_valid, run.dtype)
             if scaler is not None:  # here, since the loss itself must be a root of backward
                 weights = {name: each * scaler.scale for name, each in weights.items()}
-            scaled_losses = model.losses(output, batch, weights)
+            scaled_losses = objective.losses(output, batch, weights)
             for name, loss in scaled_losses.items():
-                coefficient = model.loss_coefficients[name]
+                coefficient = coefficients[name] or 1.0
                 mean = loss.detach()
                 if scaler is not None:
                     mean = mean / scaler.scale
                 losses.named[name] += mean if coefficient == 1.0 else mean / coefficient
-            return StageOutput(_sum(scaled_losses.values()), extra)
+            roots = (loss for name, loss in scaled_losses.items() if coefficients[name])
+            return StageOutput(_sum(roots), extra)
 
         return forward
 

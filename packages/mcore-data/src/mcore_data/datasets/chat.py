@@ -1,9 +1,10 @@
 """Chats for supervised fine-tuning: encodes messages and marks the assistant's tokens.
 
-Marks are decided by position: for each turn of the assistant the template is rendered up to
-the start and up to the end of the turn, and the text between is encoded separately. So a prompt
-has the same tokens as at generation, and no token id (such as a padding id that is also an end
-of turn) can be mistaken for a mark.
+Marks are decided by position: by the ``{% generation %}`` blocks of the template if it has any.
+Otherwise the template is rendered, for each turn of the assistant, up to the start and up to
+the end of the turn, and the text between is encoded separately. So a prompt has the same tokens
+as at generation, and no token id (such as a padding id that is also an end of turn) can be
+mistaken for a mark.
 """
 
 import json
@@ -30,6 +31,9 @@ CHATML = (
 TOKENS, LEARNT = "_tokens", "_learnt"
 """Suffixes of the two pairs that hold chats: the tokens, and 1 for each token with a loss."""
 
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Mark the text of a generation block: code points that no text may contain."""
+
 Render = Callable[..., str]
 """``render(messages, add_generation_prompt, **names)`` returns the text of messages; with True,
 up to the start of a turn of the assistant. ``names`` are further variables, such as
@@ -51,7 +55,7 @@ class ChatReport:
     num_learnt: int
 
 
-def load_template(template: str, tokenizer: Tokenizer) -> Render:
+def load_template(template: str, tokenizer: Tokenizer, *, has_marks: bool = False) -> Render:
     """Compile a Jinja chat template in a sandbox; return a function that renders messages.
 
     The function raises ``ValueError`` for messages that the template refuses or fails on.
@@ -59,20 +63,39 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
     Args:
         template: text of the template; "" means the tokenizer's template, or ``CHATML``.
         tokenizer: provides ``bos_token`` and ``eos_token``.
+        has_marks: whether texts keep the marks of generation blocks, for ``segments``.
 
     Raises:
         ImportError: if jinja2 is missing.
         ValueError: if the text is not a Jinja template.
     """
     try:
+        from jinja2 import nodes
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
+        from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ImportError(
             "chat templates need jinja2: pip install 'mcore-data[chat]'."
         ) from error
+
+    class Generation(Extension):
+        """Puts marks around what ``{% generation %}`` encloses: the assistant's tokens."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's class attribute)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Callable[[], str]) -> str:
+            return f"{_BEGIN}{caller()}{_END}" if has_marks else caller()
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
     )
     environment.filters["tojson"] = _to_json
 
@@ -132,6 +155,10 @@ def segments(
 
     The assistant's messages count, except those with ``"learn": false``.
     """
+    marked = render(messages, False)
+    if _BEGIN in marked:
+        yield from _marked_segments(marked, messages)
+        return
     done = ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -147,11 +174,32 @@ def segments(
         yield prompt[len(done) :], False
         yield answered[len(prompt) :], bool(message.get("learn", True))
         done = answered
-    whole = render(messages, False)
-    if not whole.startswith(done):
+    if not marked.startswith(done):
         raise ValueError("the chat template rewrites a chat's turns at its end.")
-    if len(whole) > len(done):
-        yield whole[len(done) :], False
+    if len(marked) > len(done):
+        yield marked[len(done) :], False
+
+
+def _marked_segments(
+    text: str, messages: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, bool]]:
+    """Cut a text at the marks of its generation blocks."""
+    learns = [bool(m.get("learn", True)) for m in messages if m["role"] == "assistant"]
+    blocks = text.split(_BEGIN)
+    if len(learns) != len(blocks) - 1:
+        if not all(learns):
+            raise ValueError(
+                f'{len(learns)} messages of the assistant, of which some have "learn": false, '
+                f"and {len(blocks) - 1} generation blocks: the template needs one for each."
+            )
+        learns = [True] * (len(blocks) - 1)
+    if blocks[0]:
+        yield blocks[0], False
+    for block, learn in zip(blocks[1:], learns, strict=True):
+        inside, _, after = block.partition(_END)
+        yield inside, learn
+        if after:
+            yield after, False
 
 
 def encode_chat(
@@ -186,7 +234,7 @@ def prepare_chats(
             outputs cannot be written.
     """
     make_parent_folder(output_prefix)
-    render = load_template(template, tokenizer)
+    render = load_template(template, tokenizer, has_marks=True)
     num_chats = num_tokens = num_learnt = 0
     dtype = token_dtype(tokenizer.vocab_size).name
     with (

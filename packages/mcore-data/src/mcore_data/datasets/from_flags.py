@@ -15,6 +15,7 @@ from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.mixture import build_mixture, read_mixture
 from mcore_data.datasets.mock import MockDocuments
 from mcore_data.datasets.packing import PackedDataset
+from mcore_data.datasets.preferences import build_preferences
 from mcore_data.datasets.splits import Datasets, build_own_splits, build_splits, open_sequences
 from mcore_data.datasets.splitting import NUM_SPLITS, split_bounds
 from mcore_data.indexed.reader import IndexedDataset
@@ -75,12 +76,12 @@ def build_gpt_datasets(
     )
     drop_last = config.drop_last_partial_validation_sequence
     builds: list[Any] = [build, partial(build, drop_last_partial=drop_last), build]
-    if config.sft:
+    if config.sft or config.preferences:
         if fim.fim_data:
-            raise ValueError("--fim-data rewrites documents, and --sft reads chats: drop one.")
+            raise ValueError("--fim-data rewrites documents, and the data are chats: drop one.")
         builds = [
             partial(
-                _build_chats,
+                _build_chats if config.sft else build_preferences,
                 sequence_length=sequence_length,
                 seed=seed,
                 cache_folder=config.data_cache_path,

@@ -197,14 +197,15 @@ def _build_one(
 
 
 def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
-    """Open a stored dataset; with ``--sft`` the tokens of its chats."""
-    if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
+    """Open a stored dataset; with ``--sft`` or ``--preferences`` the tokens of its chats."""
+    is_marked = config.sft or config.preferences
+    if is_marked and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
         raise FileNotFoundError(
             f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "
-            "mcore-data prepare-chats, which writes it from chats."
+            "mcore-data prepare-chats, with --objective dpo that of prepare-preferences."
         )
     dataset = IndexedDataset(
-        prefix + TOKENS * config.sft,
+        prefix + TOKENS * is_marked,
         mmap=config.mmap_bin_files,
         cache_path=config.object_storage_cache_path,
         cache_bytes=int(config.object_storage_cache_gib * 2**30),

@@ -113,7 +113,8 @@ class RunData:
         for source in trace(self.dataset, sample_at(self.plan, self.dataset, order_position)):
             pieces.append(self._piece(source, position))
             # The last token of a packed chat is only a label and takes no position.
-            position += source.length - int(self.plan.data.sft)
+            data = self.plan.data
+            position += source.length - int(data.sft) - 2 * int(data.preferences)
         return pieces
 
     def visits(self, prefix: str, document: int) -> Iterator[Visit]:

@@ -6,7 +6,8 @@ without adapters.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -107,10 +108,26 @@ def adapted_linears(model: nn.Module) -> list[tuple[Any, LinearAdapter]]:
     return [(module, own) for module, own in found if isinstance(own, LinearAdapter)]
 
 
+@contextmanager
+def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute the frozen model inside, as if no adapters were attached; no communication."""
+    kinds = LinearAdapter, ExpertsAdapter
+    adapters = [each for model in models for each in model.modules() if isinstance(each, kinds)]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
 class _AddAdapter:
     """Forward hook of a linear that adds its adapter's output."""
 
     def __call__(self, linear: Any, arguments: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        if not linear.adapter.is_on:
+            return y
         bias = getattr(linear, "bias", None)
         return linear.adapter(arguments[0], y, linear.weight, bias)
 

@@ -28,6 +28,7 @@ class ExpertsAdapter(nn.Module):
         fc1_B: ``[e, n F/expert_tp, r]``, or None.
         fc2_A: ``[e, r, F/expert_tp]``, or None.
         fc2_B: ``[e, D, r]``, or None.
+        is_on: whether the outputs are added, see ``adapters_off``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ExpertsAdapter(nn.Module):
         """
         super().__init__()
         self.rank, self.scale = config.lora_dim, config.scale
+        self.is_on = True
         self.ep, self.expert_tp = experts.ep, experts.expert_tp
         self.first, self.has_second = tuple(is_adapted[:-1]), is_adapted[-1]
         self.names = ("fc1.gate", "fc1.up") if experts.network.gated else ("fc1",)

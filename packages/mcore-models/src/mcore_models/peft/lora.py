@@ -45,6 +45,7 @@ class LinearAdapter(nn.Module, ABC):
         lora_A: A of each adapted output, stacked; this rank's columns.
         lora_B: B of each adapted output, stacked; this rank's rows.
         magnitude: length of each row of the adapted weight (DoRA), or None.
+        is_on: whether the linear adds the adapters' outputs, see ``adapters_off``.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LinearAdapter(nn.Module, ABC):
         """
         super().__init__()
         self.axis, self.scale, self.rank = axis, config.scale, config.lora_dim
+        self.is_on = True
         self.partial = axis if sequence_parallel else SINGLE
         self.outputs, self.is_adapted = tuple(outputs), tuple(is_adapted)
         self.sizes = self._local_sizes()

@@ -100,10 +100,15 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
             "with a second part."
         )
     _check_lengths(plan, built[0], valid_sets or {"": built[1]})
+    train, valid, test = built
+    if config.objective.reference_cache:
+        from mcore_train.objectives.reference_cache import annotate_datasets
+
+        train, valid, test = annotate_datasets(plan, built)
     return Datasets(
-        train=built[0],
-        valid=built[1],
-        test=built[2],
+        train=train,
+        valid=valid,
+        test=test,
         valid_sets=valid_sets,
         sources=describe_sources(built[0]) if plan.family.dataset == "gpt" else (),
         config=data,

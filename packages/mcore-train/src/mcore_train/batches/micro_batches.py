@@ -51,6 +51,8 @@ BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
 def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches, step after step, from the run's progress on.
 
+    The frozen model of the objective runs over them here, by a forward pass of all ranks.
+
     Raises:
         ValueError: if external batches cannot continue there, or are not of the run's shape.
         RuntimeError: if the data end before the run does.
@@ -58,15 +60,20 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     wanted, cores = run.plan.config.data.num_workers, num_cores()
     if wanted > (most := most_workers(cores)):
         log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
+    if run.objective.makes_batches():
+        yield from run.objective.open_batches(run)
+        return
     source = iter(_open(run, run.datasets.train, run.progress.consumed_train_samples))
     options = run.plan.config.batch
     while True:
         consumed = run.progress.consumed_train_samples
         length = piece_length(options.seq_length_schedule, options.seq_length, consumed)
-        yield [
-            place_for(run, cut_rows(_next(source, run), length))
-            for _ in range(run.plan.num_microbatches_at(consumed))
-        ]
+        yield run.annotate(
+            [
+                place_for(run, cut_rows(_next(source, run), length))
+                for _ in range(run.plan.num_microbatches_at(consumed))
+            ]
+        )
 
 
 def cut_rows(batch: Batch, length: int) -> Batch:
@@ -95,12 +102,11 @@ def cut_rows(batch: Batch, length: int) -> Batch:
 def place_for(run: Run, batch: Batch) -> MicroBatch:
     """Move the entries of a batch that this rank reads to its device; no communication."""
     own = run.plan.config.data.reset_position_ids
-    model = run.chunks[0]
     return place(
-        model.prepare(batch),
+        run.chunks[0].prepare(batch),
         run.ctx,
         has_own_positions=own,
-        entries=model.entries,
+        entries=run.entries,
         read=run.read_entries,
     )
 
@@ -166,8 +172,9 @@ def _open(
 def _share(run: Run, micro_batch_size: int) -> dict[str, Any]:
     """Return the arguments of ``build_loader`` that select and read this rank's samples."""
     data = run.plan.config.data
-    is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
-    entries = run.chunks[0].entries
+    is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking
+    is_packed = is_packed or data.sft or data.preferences
+    entries = run.entries
     # Of entries that this rank does not read, the first of each length is still loaded: its
     # shape tells how long rows are.
     firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
@@ -221,7 +228,7 @@ def _next(source: Iterator[Batch], run: Run) -> Batch:
 def _check(batch: Batch, run: Run) -> None:
     """Raise if a batch of the caller has other shapes than the run was planned with."""
     options = run.plan.config.batch
-    entries = run.chunks[0].entries
+    entries = run.entries
     needed = {n: entry.length for n, entry in entries.items() if not entry.is_derived}
     if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
         needed["position_ids"] = "seq_length"
@@ -229,7 +236,7 @@ def _check(batch: Batch, run: Run) -> None:
         row = (getattr(options, length),) if length else ()
         expected = (options.micro_batch_size, *row)
         shape = tuple(batch[name].shape) if name in batch else None
-        if shape != expected:
+        if shape is None or shape[: len(expected)] != expected:
             found = f"of shape {shape}" if shape else "missing"
             flags = ["--micro-batch-size", *([flag(length)] if length else [])]
             raise ValueError(

@@ -16,7 +16,6 @@ from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import train_batches
-from mcore_train.evaluation import forward_pass
 
 NUM_DRAWS = 64
 """Numbers of each stream that are compared."""
@@ -75,7 +74,7 @@ def _masks(run: Run) -> dict[str, str]:
     if not handles:
         return {}
     with torch.no_grad():
-        forward_pass(run, next(train_batches(run)), lambda *_: None)
+        run.pipeline.forward(next(train_batches(run)), lambda *_: None)
     for handle in handles:
         handle.remove()
     return masks

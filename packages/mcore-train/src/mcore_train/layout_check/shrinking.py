@@ -40,6 +40,12 @@ from mcore_train.layout_check.relations import (
     vector_length,
     vocabulary_rows,
 )
+from mcore_train.objectives.config import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    ObjectiveConfig,
+)
 from mcore_train.resolution import Plan
 
 NUM_STEPS = 3
@@ -56,9 +62,11 @@ MOST_LOSS_SCALE = 1024.0
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
     *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
+    *(ObjectiveConfig, DPOConfig, DistillationConfig, GRPOConfig),
     SpikeConfig,
 )
-"""Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
+"""Parts of a small run that are at their defaults: no files, schedule, reports, texts or frozen
+models; its objective is pretraining."""
 
 
 class Shrinking:

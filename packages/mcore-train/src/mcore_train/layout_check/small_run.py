@@ -130,6 +130,8 @@ def _notes(plan: Plan, small: Plan, uncovered: Mapping[str, tuple[str, str]]) ->
     before, layout = plan.config.parallelism, small.config.parallelism
     yield "sizes: the small run is small; overflow, memory and speed at full size"
     yield "your data, tokenizer and learning-rate schedule: made-up rows, a constant rate"
+    if (objective := plan.config.objective.objective) not in ("pretrain", "sft"):
+        yield f"--objective {objective}: the small run trains by the model's own loss"
     if start_kind(plan.config):
         yield "the files that --load names: made-up weights of one rank stand in for them"
     if small.world_size != plan.world_size or layout != before:

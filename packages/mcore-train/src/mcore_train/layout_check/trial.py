@@ -31,7 +31,7 @@ from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.checkpoints.side_state import fp8_shards, rng_shards
 from mcore_train.config import LoadConfig, SaveConfig
-from mcore_train.evaluation import evaluate, forward_pass
+from mcore_train.evaluation import evaluate
 from mcore_train.layout_check.rows import AnyRows
 from mcore_train.loop import one_step
 from mcore_train.reporting.interval import Interval
@@ -403,7 +403,7 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
     for chunk in run.chunks:
         chunk.eval()
     with torch.no_grad():
-        forward_pass(run, batches, keep)
+        run.pipeline.forward(batches, keep)
     for chunk in run.chunks:
         chunk.train()
     return shards

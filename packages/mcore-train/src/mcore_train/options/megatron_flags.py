@@ -415,7 +415,8 @@ INSTEAD: dict[str, str] = {
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (
-        "reinforcement learning is not here; leave it out."
+        "use --objective grpo with --prompts and --reward; other reinforcement learning is not "
+        "here."
     ),
     "--warmup": "use --lr-warmup-fraction or --lr-warmup-iters.",
     "--freeze-all-layers": "use --peft lora, which trains adapters alone.",

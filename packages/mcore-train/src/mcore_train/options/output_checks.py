@@ -35,9 +35,20 @@ def build_checked_plan(
     plan = faults.attempt(build_plan, config, world_size, family)
     faults.attempt(Deadline, config.run)
     faults.attempt(partial(check_destinations, is_reporter=is_reporter), config)
+    if plan is not None:
+        faults.attempt(check_frozen_model, plan)
     faults.raise_all()
     assert plan is not None
     return plan
+
+
+def check_frozen_model(plan: Plan) -> None:
+    """Raise ``ValueError`` if the objective's reference or teacher cannot be used."""
+    if plan.config.objective.objective in ("pretrain", "sft"):
+        return
+    from mcore_train.objectives.reference import check_reference  # imports torch
+
+    check_reference(plan)
 
 
 def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None:

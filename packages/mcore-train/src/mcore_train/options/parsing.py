@@ -40,6 +40,7 @@ from mcore_train.composition import (
     field_types,
     flag_names,
 )
+from mcore_train.objectives.config import DATA_OPTIONS
 from mcore_train.options.megatron_defaults import defaults_not_taken, describe
 from mcore_train.options.megatron_flags import check_translation, translate
 from mcore_train.options.recipe import Value, read_recipe
@@ -154,6 +155,7 @@ def parse(
         values |= {"num_virtual_stages_per_pipeline_rank": stages} if stages else {}
     if "fp8_recipe" not in values and {_HISTORY, _AMAX} & given.keys():
         values["fp8_recipe"] = "delayed"  # the recipe that alone has a history
+    values |= DATA_OPTIONS.get(str(values.get("objective", "")), {})
     if recipes:
         values["recipe"] = tuple(recipes)
     # What a saved model or preset has of a feature that options turn off has no effect.

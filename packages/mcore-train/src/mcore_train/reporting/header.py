@@ -115,9 +115,10 @@ def read_shares(run: Run) -> Iterator[SourceShare]:
     """Yield the share of each stored dataset; nothing for batches of the caller."""
     if not run.datasets.sources:
         return
-    yield from _shares(
-        run.datasets.train, run.plan.train_samples, run.plan.config.batch.seq_length
-    )
+    dataset = run.datasets.train
+    if run.plan.config.objective.reference_cache:
+        dataset = dataset.dataset  # without the stored entries
+    yield from _shares(dataset, run.plan.train_samples, run.plan.config.batch.seq_length)
 
 
 def _shares(dataset: Any, num_samples: int, seq_length: int) -> Iterator[SourceShare]:

@@ -101,7 +101,7 @@ class Interval:
         assert self._last is not None
         lr, num_skipped = float(self._lr), int(self._num_skipped)
         (loss, *others), aux_loss = self._reduced(num_skipped)
-        names = list(run.chunks[-1].loss_coefficients)[1:]
+        loss_name, *names = run.loss_names
         grad_norm = self._last.grad_norm.item()
         experts = self._experts()
         elapsed_s = time.perf_counter() - self._started_s
@@ -132,6 +132,7 @@ class Interval:
             skipped_steps=num_skipped,
             global_batch_size=size,
             loss=loss,
+            loss_name=loss_name,
             aux_loss=aux_loss,
             other_losses=dict(zip(names, others, strict=True)),
             grad_norm=grad_norm,

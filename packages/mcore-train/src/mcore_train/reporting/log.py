@@ -125,8 +125,10 @@ class StepReport:
     """Mean over the layers of experts, without coefficient."""
     z_loss: float = 0.0
     """Of the routers: mean over the layers of experts, without coefficient."""
+    loss_name: str = "lm loss"
+    """Name of the main loss in the line."""
     other_losses: Mapping[str, float] = field(default_factory=dict)
-    """Means of the model's other losses, by name, without coefficients."""
+    """Means of the other losses and metrics, by name, without coefficients."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """Router statistics (``mcore_moe.SUMMARY``) by layer, such as ``imbalance/layer_3``."""
 
@@ -142,7 +144,7 @@ class StepReport:
             f"MFU: {100 * self.mfu:.1f}%" if self.mfu else "",
             f"learning rate: {self.lr:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
-            f"lm loss: {self.loss:.6E}",
+            f"{self.loss_name}: {self.loss:.6E}",
             *(f"{name}: {value:.6E}" for name, value in self.other_losses.items()),
             f"load_balancing_loss: {self.load_balancing_loss:.6E}"
             if self.load_balancing_loss
@@ -160,7 +162,7 @@ class StepReport:
 
     def numbers(self) -> dict[str, float | int]:
         """Return the report as a flat table with stable keys, without numbers by layer."""
-        apart = ("experts", "other_losses")
+        apart = ("experts", "other_losses", "loss_name")
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 

@@ -1,0 +1,1 @@
+"""What a run minimizes: pretraining, fine-tuning, preferences, distillation, rewards."""

@@ -1,0 +1,104 @@
+"""Direct preference optimization: raise the chosen answer's probability over the rejected's.
+
+With the log-probabilities of the answers' tokens summed over each answer, by the model and by
+the frozen reference, the reward of an answer is ``beta (log p - log p_reference)`` and the loss
+of a pair is ``-log sigmoid(reward of the chosen - reward of the rejected)``; averaged over the
+pairs of a step.
+
+Reference:
+    Rafailov et al. 2023, Direct Preference Optimization, eq. 7. arXiv:2305.18290.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_data.datasets.preferences import ANSWER_IDS, PAIR_MASK
+from mcore_models.protocol import Entry, MicroBatch
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.pipeline_parallel.runner import Payload
+from mcore_train.objectives.objective import Objective, answer_log_probs
+
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Entry ``[B, S]``: the reference's log-probability of each token of an answer, else 0."""
+LOSS = "dpo loss"
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class DPO(Objective):
+    """Loss of packed pairs of answers, and the rewards of both."""
+
+    added_entries = MappingProxyType({ANSWER_IDS: Entry(), PAIR_MASK: Entry()})
+
+    @property
+    def has_reference(self) -> bool:
+        """The reference is the frozen model."""
+        return True
+
+    @property
+    def stored_entries(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """One number for each token."""
+        return {REFERENCE_LOG_PROBS: ("float32", ())}
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Return the loss, and metrics under the names that trl logs."""
+        return {LOSS: 1.0, **dict.fromkeys(METRICS, 0.0)}
+
+    def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
+        """Return 1 at one token of each pair: the step is averaged over pairs."""
+        return dict.fromkeys(self.coefficients, batch[PAIR_MASK])
+
+    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
+        """Return the reference's log-probabilities of the answers' tokens."""
+        assert self.reference is not None
+        return {REFERENCE_LOG_PROBS: answer_log_probs(self.reference, output, batch)}
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "B S"]]:
+        """Return the loss and metrics of each token's pair; all-reduces over ``cp``."""
+        ids, beta = batch[ANSWER_IDS], self.config.dpo.dpo_beta
+        log_probs = self._sums(
+            answer_log_probs(self.model, output, batch), ids
+        )  # [B, pairs, 2]
+        reference = self._sums(batch[REFERENCE_LOG_PROBS].to(log_probs.dtype), ids)
+        rewards = beta * (log_probs - reference)
+        margins = rewards[..., 0] - rewards[..., 1]
+        plain = rewards.detach()
+        found = {
+            LOSS: -F.logsigmoid(margins),
+            "rewards/chosen": plain[..., 0],
+            "rewards/rejected": plain[..., 1],
+            "rewards/margins": margins.detach(),
+            "rewards/accuracies": (plain[..., 0] > plain[..., 1]).to(plain.dtype),
+            "logps/chosen": log_probs[..., 0].detach(),
+            "logps/rejected": log_probs[..., 1].detach(),
+        }
+        pair = ids // 2  # answers 2i and 2i + 1 of a row are its pair i
+        return {name: value.gather(1, pair) for name, value in found.items()}
+
+    def _sums(
+        self, log_probs: Float[Tensor, "B s"], ids: Int[Tensor, "B s"]
+    ) -> Float[Tensor, "B P 2"]:
+        """Sum the tokens of each answer of a row over all context ranks.
+
+        A pair's loss counts on the one rank that holds its mask, so that backward sums the
+        gradients of the ranks too.
+        """
+        cp = self.ctx.cp
+        # An answer has a token or more: a row has no more answers than tokens.
+        num_answers = 2 * -(-ids.shape[1] * cp.size // 2)
+        sums = log_probs.new_zeros(len(ids), num_answers).scatter_add(1, ids, log_probs)
+        sums = copy_to(reduce_from(sums, cp), cp)
+        return sums.view(len(ids), num_answers // 2, 2)

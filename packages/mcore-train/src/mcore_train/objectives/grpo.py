@@ -1,0 +1,92 @@
+"""Group relative policy optimization: raise the probability of texts with a high reward.
+
+Each step begins with texts that the model writes, a group for each prompt. A text's advantage
+is its reward relative to its group. With ``r`` the ratio of a token's probability to that when
+it was written, the loss of the token is ``-min(r A, clip(r, 1 - e, 1 + e) A) + beta KL``, with
+``KL = p_ref / p - log(p_ref / p) - 1``; averaged over the tokens of each text, then over texts.
+
+Reference:
+    Shao et al. 2024, DeepSeekMath, eq. 3 and 4. arXiv:2402.03300.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_models.protocol import Entry, MicroBatch
+from mcore_parallel.pipeline_parallel.runner import Payload
+from mcore_train.assembly import Run
+from mcore_train.objectives.objective import Objective, answer_log_probs
+from mcore_train.objectives.rollouts import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    REWARDS,
+    TOKEN_SHARES,
+    rollout_steps,
+)
+
+REFERENCE_LOG_PROBS = "reference_log_probs"
+LOSS = "grpo loss"
+METRICS = ("reward", "kl", "clip_ratio", "completions/length")
+
+
+class GRPO(Objective):
+    """Clipped policy loss of texts that the model wrote."""
+
+    added_entries = MappingProxyType(
+        dict.fromkeys((ADVANTAGES, REWARDS, TOKEN_SHARES), Entry())
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the divergence from a reference is part of the loss."""
+        return self.config.grpo.grpo_kl_beta > 0
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Return the loss, and metrics under the names that trl logs."""
+        return {LOSS: 1.0, **dict.fromkeys(METRICS, 0.0)}
+
+    def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
+        """Return 1 over the length of each token's text: a text's mask sums to 1."""
+        return dict.fromkeys(self.coefficients, batch[TOKEN_SHARES])
+
+    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
+        """Return the reference's log-probabilities of the texts' tokens."""
+        assert self.reference is not None
+        return {REFERENCE_LOG_PROBS: answer_log_probs(self.reference, output, batch)}
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "B S"]]:
+        """Return the loss and metrics of every token; no communication over data ranks."""
+        options, advantages = self.config.grpo, batch[ADVANTAGES]
+        log_probs = answer_log_probs(self.model, output, batch)
+        # The first update of new texts has the weights that wrote them.
+        is_stored = OLD_LOG_PROBS in batch.entries
+        old = batch[OLD_LOG_PROBS] if is_stored else log_probs.detach()
+        ratio = (log_probs - old).exp()
+        lower, upper = options.grpo_clamp_eps_lower, options.grpo_clamp_eps_upper
+        clipped = ratio.clamp(1 - lower, 1 + upper)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        kl = torch.zeros_like(log_probs)
+        if options.grpo_kl_beta:
+            change = batch[REFERENCE_LOG_PROBS] - log_probs
+            kl = change.exp() - change - 1
+            loss = loss + options.grpo_kl_beta * kl
+        is_clipped = (clipped * advantages < ratio * advantages).to(loss.dtype)
+        shares = batch[TOKEN_SHARES]
+        return {
+            LOSS: loss,
+            "reward": batch[REWARDS],
+            "kl": kl.detach(),
+            "clip_ratio": is_clipped.detach(),
+            "completions/length": torch.where(shares > 0, 1.0 / shares, 0.0),
+        }
+
+    def open_batches(self, run: Run, /) -> Iterator[list[MicroBatch]]:
+        """Write texts and yield the steps on them, see ``rollout_steps``."""
+        return rollout_steps(run)

@@ -1,0 +1,212 @@
+"""The frozen model of an objective: built, loaded, and run over a step's micro-batches.
+
+Either a model of its own in the run's layout (same tensor, pipeline and context ranks; other
+depth and width), or the trained model with its adapters off. A model of its own is held whole
+by each data rank: ``--use-distributed-optimizer`` and full sharding do not shard it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.storage.index import ADAPTER
+from mcore_models.building.layouts import layout_problems
+from mcore_models.description import ModelDescription
+from mcore_models.peft.attaching import adapters_off
+from mcore_models.protocol import MicroBatch, TrainableModel, share_embedding
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload
+from mcore_parallel.pipeline_parallel.stages import build_stages, stages_of_rank
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.sharding import named_shards
+from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
+from mcore_train.composition import TrainConfig
+from mcore_train.pipeline import Pipeline
+from mcore_train.resolution import Plan
+
+Entries = Callable[[Payload, MicroBatch], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model that is not trained, on the stages of this rank."""
+
+    chunks: Sequence[TrainableModel]
+    pipeline: Pipeline
+    frozen: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around a forward pass: turns the adapters of a trained model off."""
+
+    def annotate(self, batches: Sequence[MicroBatch], entries: Entries) -> list[MicroBatch]:
+        """Run the model over a step's micro-batches; add its entries to each.
+
+        Communicates as a forward pass; all ranks call it together.
+
+        Args:
+            batches: this rank's micro-batches.
+            entries: of ``Objective.reference_entries``; called on the last stage.
+        """
+        annotated = list(batches)
+
+        def add(_model: TrainableModel, output: Payload, microbatch: int) -> None:
+            batch = batches[microbatch]
+            added = dict(entries(output, batch))
+            annotated[microbatch] = replace(batch, entries={**batch.entries, **added})
+
+        was_training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            with torch.no_grad(), self.frozen():
+                self.pipeline.forward(batches, add)
+        finally:
+            for chunk, mode in zip(self.chunks, was_training, strict=True):
+                chunk.train(mode)
+        return annotated
+
+
+def reference_folder(config: TrainConfig) -> Path | None:
+    """Find the checkpoint of the frozen model; None: the trained model without its adapters.
+
+    Raises:
+        ValueError: if the options name none, or the folder holds no checkpoint.
+    """
+    options, loading = config.objective, config.loading
+    named = options.reference_model
+    if not named and config.peft.peft != "none":
+        return None
+    if not named:
+        named = loading.pretrained_checkpoint or (loading.load if loading.finetune else "")
+        if not named:
+            raise ValueError(
+                f"--objective {options.objective} compares with a frozen model: give its "
+                "folder by --reference-model. Left out, it is the one that the run starts "
+                "from, by --load with --finetune or by --pretrained-checkpoint."
+            )
+    folder = find_checkpoint(named)
+    if folder is None:
+        raise ValueError(f"--reference-model {named} holds no checkpoint.")
+    return folder
+
+
+def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
+    """Read the frozen model's description, and check that the run's layout can hold it.
+
+    Reads the checkpoint's index; no communication.
+
+    Raises:
+        ValueError: with every reason against it.
+    """
+    flag, extra = f"--reference-model {folder}", checkpoint_extra(folder)
+    if ADAPTER in extra:
+        raise ValueError(
+            f"{flag} holds an adapter: merge it into a whole model by mcore-ckpt convert."
+        )
+    if "model" not in extra:
+        raise ValueError(f"{flag} does not describe its model.")
+    found = ModelDescription.from_dict(extra["model"])
+    faults = []
+    if found.family != plan.family.name:
+        faults.append(f"{flag} is a {found.family}, and the run trains a {plan.family.name}.")
+    if found.vocab_size != plan.vocab_size:
+        faults.append(
+            f"{flag} has a vocabulary of {found.vocab_size} tokens, and the run one of "
+            f"{plan.vocab_size}: both models need the same tokenizer."
+        )
+    if found.config.mtp_num_layers:
+        faults.append(f"{flag} has --mtp-num-layers, which a frozen model cannot have.")
+    parallel, length = plan.config.parallelism, plan.config.batch.seq_length
+    problems = layout_problems(found.config, parallel, found.moe, seq_length=length)
+    faults += [f"{flag}: {problem}" for problem in problems]
+    pp = parallel.pipeline_model_parallel_size
+    try:
+        build_stages(plan.config.pipeline, found.config.num_layers, pp)
+    except ValueError as error:
+        faults.append(f"{flag}: {error}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    # Columns of both heads are split alike over the tensor ranks.
+    divisor = plan.config.model.make_vocab_size_divisible_by
+    return replace(found, config=replace(found.config, make_vocab_size_divisible_by=divisor))
+
+
+def check_reference(plan: Plan) -> None:
+    """Raise ``ValueError`` if an objective's frozen model cannot be used; reads its index."""
+    config, objective = plan.config, plan.config.objective.objective
+    if objective in ("pretrain", "sft") or config.objective.reference_cache:
+        return
+    if plan.family.dataset != "gpt":
+        raise ValueError(
+            f"--objective {objective} scores next tokens: train a GPT (mcore-train gpt)."
+        )
+    needs_none = objective == "grpo" and not config.grpo.grpo_kl_beta
+    is_own = ":" in objective and not config.objective.reference_model
+    if needs_none or is_own:
+        return
+    if (folder := reference_folder(config)) is not None:
+        describe_reference(folder, plan)
+
+
+def build_frozen_model(
+    plan: Plan,
+    ctx: ParallelContext,
+    chunks: Sequence[TrainableModel],
+    pipeline: Pipeline,
+    streams: RngStreams,
+    dtype: torch.dtype,
+) -> FrozenModel:
+    """Build and load the frozen model of the options; all ranks call it together.
+
+    Args:
+        plan: of the run.
+        ctx: the layout.
+        chunks: of the trained model, which is the frozen one if only adapters are trained.
+        pipeline: of the trained model.
+        streams: random streams of the run.
+        dtype: of parameters and activations.
+
+    Raises:
+        ValueError: if the model does not fit the run.
+    """
+    config, folder = plan.config, reference_folder(plan.config)
+    if folder is None:
+        return FrozenModel(chunks, pipeline, partial(adapters_off, chunks))
+    description = describe_reference(folder, plan)
+    num_layers = description.config.num_layers
+    stages = build_stages(config.pipeline, num_layers, ctx.pp.size)
+    frozen = [
+        plan.family.build(
+            description.config,
+            ctx,
+            vocab_size=description.vocab_size,
+            moe=description.moe,
+            stage=stage,
+            kernels=config.kernels,
+            streams=streams,
+            device=ctx.device,
+            dtype=dtype,
+        )
+        for stage in stages_of_rank(stages, ctx.pp.rank)
+    ]
+    if config.pipeline.v_shaped:
+        share_embedding(frozen)
+    shards = {}
+    for chunk in frozen:
+        chunk.requires_grad_(False).eval()
+        shards |= named_shards(chunk, ctx.data_axes())
+    load(
+        folder,
+        {f"model.{name}": shard for name, shard in shards.items()},
+        ignore=("optimizer.", "rng.", "fp8."),
+        cast=True,
+        world=ctx.world,
+        strictness=config.strictness,
+        checksums=config.loading.load_checksums,
+    )
+    own = replace(config, model=description.config, experts=description.moe)
+    return FrozenModel(frozen, Pipeline(own, ctx, frozen, dtype))

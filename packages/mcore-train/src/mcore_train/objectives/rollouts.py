@@ -1,0 +1,243 @@
+"""Texts that a model in training writes, their rewards, and the batches made of them.
+
+All ranks write: each holds the weights in a serving layout (``ServingCopy``, filled from
+memory) and continues its share of the prompts; then all ranks know all texts and rewards, and
+each data rank takes its rows. ``WriteTexts`` is the seam to another engine: a function from
+prompts to texts, called on all ranks together with the weights as they are.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_models.protocol import MicroBatch, TrainableModel
+from mcore_parallel.pipeline_parallel.runner import Payload
+from mcore_train.assembly import Run
+from mcore_train.losses import place
+from mcore_train.objectives.objective import answer_log_probs, load_named
+
+ADVANTAGES, REWARDS, TOKEN_SHARES = "advantages", "rewards", "token_shares"
+"""Entries ``[B, S]``, 0 outside of the written tokens: the text's advantage, its reward, and 1
+over its number of tokens."""
+OLD_LOG_PROBS = "old_log_probs"
+"""Entry ``[B, S]``: log-probabilities by the weights that wrote the texts, where they are used
+for several steps."""
+_STD_FLOOR = 1e-4
+"""Added to a group's standard deviation, as trl does: a group of equal rewards has none."""
+
+
+class WriteTexts(Protocol):
+    """Continues prompts with the weights as they are; all ranks call it together."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+        """Return the written tokens of each prompt, equal on all ranks.
+
+        Args:
+            prompts: token ids, equal on all ranks.
+            seed: text i draws from ``seed + i``.
+        """
+
+
+class EngineTexts:
+    """Writes with mcore-infer's engine, on all ranks of the run, by weights sent in memory."""
+
+    def __init__(self, run: Run) -> None:
+        """Build the groups of the serving layout; all ranks call it together."""
+        from mcore_train.sample_texts import ServingCopy  # imports mcore_infer
+
+        self.run, self.serving = run, ServingCopy(run)
+
+    def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+        """Continue a share of the prompts on each serving replica, and gather all texts."""
+        from mcore_infer.config import SamplingConfig
+        from mcore_infer.generation import generate
+
+        options, tokenizer = self.run.plan.config.grpo, self.run.tokenizer
+        replicas = self.serving.ctx.dp
+        share = -(-len(prompts) // replicas.size)
+        mine = range(len(prompts))[replicas.rank * share : (replicas.rank + 1) * share]
+        sampling = SamplingConfig(
+            num_tokens=options.grpo_max_tokens, temperature=options.grpo_temperature
+        )
+        model, written = self.serving.model(), []
+        if mine:
+            own = [prompts[i] for i in mine]
+            eod = tokenizer.eod if tokenizer is not None else None
+            # Row i of a call draws from its seed + i: texts do not depend on the layout.
+            with torch.no_grad():
+                written = generate(model, own, sampling, seed=seed + mine[0], eod=eod)
+        found = [(i, list(each.ids)) for i, each in zip(mine, written, strict=True)]
+        texts: dict[int, list[int]] = {}
+        for of_rank in gather_json(found, self.run.ctx.world):
+            # Tensor ranks of a replica wrote the same text: the first one's counts.
+            texts = {**dict(of_rank), **texts}
+        return [texts[i] for i in range(len(prompts))]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt, what the model wrote after it, and what that is worth."""
+
+    prompt: list[int]
+    written: list[int]
+    reward: float
+    advantage: float
+
+
+def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[MicroBatch]]:
+    """Write texts and yield this rank's micro-batches of the steps on them, without end.
+
+    Args:
+        run: its weights write; ``progress`` tells which prompts are next.
+        write: writes the texts; None: ``EngineTexts``.
+
+    Raises:
+        ValueError: if prompts or reward cannot be read, or a prompt leaves no room for a text.
+    """
+    options, tokenizer = run.plan.config.grpo, run.tokenizer
+    if tokenizer is None:
+        raise ValueError("--objective grpo reads texts: give --tokenizer-model.")
+    reward = load_named(options.reward, "--reward")
+    records = read_prompts(options.prompts)
+    prompts = [tokenizer.encode(record["prompt"]) for record in records]
+    room = run.plan.config.batch.seq_length - options.grpo_max_tokens
+    if too_long := [i + 1 for i, ids in enumerate(prompts) if not 0 < len(ids) <= room]:
+        raise ValueError(
+            f"--prompts {options.prompts}, line {too_long[0]}: the prompt must have 1 to "
+            f"{room} tokens, --seq-length less --grpo-max-tokens."
+        )
+    write = write or EngineTexts(run)
+    group = options.grpo_group_size
+    while True:
+        consumed = run.progress.consumed_train_samples
+        size = run.plan.ramp.size_at(consumed)
+        # A round of updates has one batch of texts: prompts follow those of the round before.
+        first = consumed // options.grpo_iterations // group
+        chosen = [(first + i // group) % len(prompts) for i in range(size)]
+        seed = run.plan.config.run.seed + consumed
+        with run.ctx.clock.span("compute"):
+            written = write([prompts[i] for i in chosen], seed)
+        texts = score_texts(
+            [prompts[i] for i in chosen],
+            written,
+            [records[i] for i in chosen],
+            reward,
+            tokenizer,
+            run,
+        )
+        batches = run.annotate(_micro_batches(run, texts))
+        if options.grpo_iterations > 1:
+            batches = _with_log_probs(run, batches)
+        for _ in range(options.grpo_iterations):
+            yield batches
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+    """Read the records of a JSONL file, each with a ``prompt``.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a line without a prompt.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--prompts {path} is not a file.")
+    records = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+            raise ValueError(f"--prompts {path}, line {number}: no prompt, a text.")
+    if not records:
+        raise ValueError(f"--prompts {path} is empty.")
+    return records
+
+
+def score_texts(
+    prompts: Sequence[list[int]],
+    written: Sequence[list[int]],
+    records: Sequence[Mapping[str, Any]],
+    reward: Callable[[str, str, Mapping[str, Any]], float],
+    tokenizer: Tokenizer,
+    run: Run,
+) -> list[Text]:
+    """Score each text by the user's function; all ranks call it together.
+
+    Every rank scores a share, so that a slow function is called once for each text.
+    """
+    world = run.ctx.world
+    mine = []
+    for i in range(world.rank, len(written), world.size):
+        completion = tokenizer.decode(written[i], skip_special_tokens=True)
+        mine.append((i, float(reward(records[i]["prompt"], completion, records[i]))))
+    rewards = dict(item for share in gather_json(mine, world) for item in share)
+    values = torch.tensor([rewards[i] for i in range(len(written))], dtype=torch.float64)
+    advantages = group_advantages(values, run.plan.config.grpo.grpo_group_size)
+    numbers = zip(values.tolist(), advantages.tolist(), strict=True)
+    return [
+        Text(prompt, ids, value, advantage)
+        for prompt, ids, (value, advantage) in zip(prompts, written, numbers, strict=True)
+    ]
+
+
+def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """Return each reward less its group's mean, over the group's standard deviation."""
+    groups = rewards.view(-1, group_size)
+    spread = groups.std(1, keepdim=True) + _STD_FLOOR
+    return ((groups - groups.mean(1, keepdim=True)) / spread).flatten()
+
+
+def _micro_batches(run: Run, texts: Sequence[Text]) -> list[MicroBatch]:
+    """Place this data rank's texts, one in a row, as its micro-batches."""
+    size, dp = run.plan.config.batch.micro_batch_size, run.ctx.dp
+    count = len(texts) // (size * dp.size)
+    batches = []
+    for number in range(count):
+        begin = (number * dp.size + dp.rank) * size
+        rows = [_row(text, run.plan.config.batch.seq_length) for text in texts[begin:][:size]]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        batches.append(place(batch, run.ctx, entries=run.entries, read=run.read_entries))
+    return batches
+
+
+def _row(text: Text, length: int) -> dict[str, Tensor]:
+    """Make a row of a prompt and its text; the rest is a document of its own."""
+    ids = torch.tensor(text.prompt + text.written)
+    begin, end = len(text.prompt) - 1, len(ids) - 1  # positions whose labels were written
+    mask = torch.zeros(length)
+    mask[begin:end] = 1.0
+    tokens, labels = (torch.zeros(length, dtype=torch.int64) for _ in range(2))
+    tokens[:end], labels[:end] = ids[:-1], ids[1:]
+    positions = torch.arange(length)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": mask,
+        "position_ids": torch.where(positions < end, positions, positions - end),
+        "cu_seqlens": torch.tensor([0, end, length], dtype=torch.int32),
+        ADVANTAGES: mask * text.advantage,
+        REWARDS: mask * text.reward,
+        TOKEN_SHARES: mask / max(1, len(text.written)),
+    }
+
+
+def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Add the log-probabilities of the texts by the weights as they are; one forward pass."""
+    found = list(batches)
+
+    def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
+        old = answer_log_probs(model, output, batches[microbatch])
+        entries = {**batches[microbatch].entries, OLD_LOG_PROBS: old}
+        found[microbatch] = replace(batches[microbatch], entries=entries)
+
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad(), run.keeping_casts():
+        run.pipeline.forward(batches, keep)
+    for chunk in run.chunks:
+        chunk.train()
+    return found
