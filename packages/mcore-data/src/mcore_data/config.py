@@ -250,7 +250,10 @@ class DataConfig(Options):
             When("data_mixture_path", operator.not_, "paths on the command line"),
         ),
         idle_with={"mock_data": ON, **_SENTENCES},
-        excludes={"sft": Because("as chats are prepared by mcore-data prepare-chats")},
+        excludes={
+            "sft": Because("as chats are prepared by mcore-data prepare-chats"),
+            "preferences": Because("as pairs are prepared by mcore-data prepare-preferences"),
+        },
     )
     """The paths of --data-path and of the splits name texts, as --input of mcore-data
     preprocess does: files, folders, patterns or URLs. All ranks tokenize them before the first
@@ -304,7 +307,11 @@ class DataConfig(Options):
     )
     """Evaluate all validation data each time, every sample once whatever its dataset's weight,
     instead of --eval-iters batches."""
-    blocklist: str = option("", idle_with={"mock_data": ON, **_SENTENCES})
+    blocklist: str = option(
+        "",
+        idle_with={"mock_data": ON, **_SENTENCES},
+        excludes={"preferences": Because("which pairs answers by their tokens")},
+    )
     """File of documents to take out of training: a line each, with a value that preprocess
     --keep-keys stored, such as an id or a URL, or with a prefix, a tab and a document's number.
     Their tokens become end-of-document ids without a loss; all other samples stay as they
