@@ -102,6 +102,41 @@ def crash(session: nox.Session) -> None:
 
 
 @nox.session
+def release(session: nox.Session) -> None:
+    """Check one wheel for a release, `-- mcore-moe`, or write a version, `-- prepare 0.2.0`."""
+    words = session.posargs or ["--help"]
+    if words[0].startswith("mcore-"):
+        words = ["check", *words]
+    session.run(sys.executable, "tools/release.py", *words, external=True)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Ask the advisory database about every locked version that `uv sync` installs."""
+    folder = Path(session.create_tmp()).resolve()
+    export = ("uv", "export", "--locked", "--no-emit-workspace", "--all-packages", "-q")
+    requirements = folder / "requirements.txt"
+    session.run(*export, "-o", str(requirements), external=True)
+    # --strict: a version that the database cannot be asked about fails too.
+    audit = (
+        "uvx",
+        "pip-audit",
+        "--strict",
+        "--disable-pip",
+        "--requirement",
+        str(requirements),
+    )
+    session.run(*audit, *session.posargs, external=True)
+
+
+@nox.session
+def tutorials(session: nox.Session) -> None:
+    """Work through every page of docs/tutorials: files, commands, output; a minute or two."""
+    tests = "tests/docs/test_tutorials.py"
+    _in_workspace(session, "pytest", "-m", "", tests, *session.posargs)
+
+
+@nox.session
 def slurm(session: nox.Session) -> None:
     """Run rendered jobs on a real Slurm of two nodes on this machine; needs root, 15 minutes.
 
@@ -282,7 +317,9 @@ def tests_newest(session: nox.Session) -> None:
     # --no-config leaves the workspace's constraint on torch out.
     session.run("uv", "pip", "install", "--no-config", "--upgrade", *_editables("dev"))
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
+    # Triton 3.9 warns where it is unset, since its default changes in 3.10.
+    env = {"TRITON_DEFAULT_FP_FUSION": "1"}
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, env=env)
 
 
 @nox.session(venv_backend="uv", python="3.12")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<note>[^\n]*?) -->\n)?```(?P<language>python|bash|toml)\n(?P<code>.*?)^```$",
+    r"^(?:<!-- (?P<note>[^\n]*?) -->\n)?"
+    r"```(?P<language>python|bash|toml|text)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -23,6 +24,8 @@ class Block:
     """Node id of the test that runs it; empty: ``tests/docs`` does."""
     not_run: str
     """Why it cannot be run here; empty: it is."""
+    file: str = ""
+    """Name under which a tutorial's reader saves it."""
 
     @property
     def place(self) -> str:
@@ -40,6 +43,7 @@ def documents() -> list[Path]:
         *sorted((ROOT / "recipes").glob("*.md")),
         *sorted((ROOT / "examples").glob("*.md")),
         *sorted((ROOT / "packages").glob("*/README.md")),
+        *sorted((ROOT / "packages").glob("*/SKILL.md")),
     ]
 
 
@@ -47,13 +51,13 @@ def blocks_of(text: str, document: str) -> list[Block]:
     """Return the blocks of one document.
 
     Raises:
-        ValueError: if the comment before a block is neither ``run by: test`` nor
-            ``not run: reason``.
+        ValueError: if the comment before a block is none of ``run by: test``,
+            ``not run: reason`` and ``file: name``.
     """
     found = []
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        said = {"run by": "", "not run": ""}
+        said = {"run by": "", "not run": "", "file": ""}
         if match["note"]:
             key, _, value = match["note"].partition(": ")
             if key not in said or not value:
@@ -67,6 +71,7 @@ def blocks_of(text: str, document: str) -> list[Block]:
                 match["code"],
                 said["run by"],
                 said["not run"],
+                said["file"],
             )
         )
     return found

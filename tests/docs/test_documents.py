@@ -1,5 +1,6 @@
 """What the documents show is run: Python blocks, commands, links, the table of defaults."""
 
+import importlib
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from docs import curves, drawing, load_picture, pictures
+from docs import compatibility_page, curves, drawing, load_picture, pictures
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render, unlike_their_docstring
 from house.rows import is_collected
@@ -23,8 +24,14 @@ _PREFACE = 'set -eu\nuv() { [ "$1" = run ]; shift; "$@"; }\n'
 
 
 def runnable(language: str) -> list[Block]:
-    """Return the blocks of a language that nothing else runs."""
-    return [b for b in BLOCKS if b.language == language and not (b.run_by or b.not_run)]
+    """Return the blocks of a language that nothing else runs, such as test_tutorials."""
+    return [
+        block
+        for block in BLOCKS
+        if block.language == language
+        and not (block.run_by or block.not_run)
+        and not block.document.startswith("docs/tutorials/")
+    ]
 
 
 @pytest.mark.parametrize("document", sorted({b.document for b in runnable("python")}))
@@ -87,7 +94,7 @@ def commands_not_run() -> list[tuple[str, str]]:
     """Return place and arguments of training commands that no test runs."""
     found = []
     for block in BLOCKS:
-        if block.not_run:
+        if block.not_run and not block.document.startswith("docs/tutorials/"):
             joined = block.code.replace("\\\n", " ")
             found += [
                 (block.place, match[1])
@@ -116,6 +123,28 @@ def test_the_page_of_a_package_names_its_rooms(package):
     assert rooms - {"", "__main__"} - named == set()
 
 
+@pytest.mark.parametrize("package", ["train", "data", "ckpt", "infer", "models"])
+def test_the_help_of_each_command_ends_with_its_examples_and_pages(package, capsys):
+    """The completion script has the words of all help texts: examples use no others."""
+    cli = importlib.import_module(f"mcore_{package}.cli")
+    assert cli.main(["--print-completion", "bash"]) == 0
+    words = dict(re.findall(r'"(.*?)"\) echo "(.*?)"', capsys.readouterr().out))
+    for command in cli.COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        text, _, end = capsys.readouterr().out.partition("examples:\n")
+        assert end, f"{command} has no example in ABOUT"
+        examples, _, pages = end.partition("\nsee ")
+        assert pages, f"{command} has no page in ABOUT"
+        assert [page for page in pages.split(", ") if not (ROOT / page.strip()).is_file()] == []
+        assert words[command], text
+        for line in examples.replace("\\\n", " ").splitlines():
+            if f" {command} " in line.replace("_", "-"):
+                verb = next(filter(words.get, re.findall(f"{command} [a-z]+", line)), command)
+                own = line.partition(f" {command} ")[2].partition(" -- ")[0]
+                flags = set(re.findall(r"--[a-z][a-z0-9-]*", own)) - {"--help"}
+                assert flags <= set(words[verb].split()), line
+
+
 def test_links_inside_the_repository_lead_somewhere():
     dead = [
         f"{path.name}: {target}"
@@ -129,6 +158,11 @@ def test_links_inside_the_repository_lead_somewhere():
 def test_the_table_of_defaults_is_as_its_command_writes_it():
     assert PAGE.read_text() == render(), "run `uv run python tests/docs/defaults.py`"
     assert unlike_their_docstring() == []
+
+
+def test_the_table_of_versions_is_as_its_command_writes_it():
+    command = "run `uv run python tests/docs/compatibility_page.py`"
+    assert compatibility_page.PAGE.read_text() == compatibility_page.render(), command
 
 
 def test_the_drawing_of_the_architecture_is_as_its_command_draws_it():

@@ -154,7 +154,12 @@ def test_the_quickstart_in_short_stopped_once_and_continued(
     assert results["bits_per_byte"] < 3.5
     assert len(results["text"].split()) == 30
     assert {p.name for p in (folder / "hf").iterdir()} >= {"config.json", "tokenizer.json"}
-    assert f"--output {folder}-tp2" in out
+    _, plot, end = out[out.index("Loss in nats per token") :].split("\n\n", 2)
+    assert "█" in plot
+    assert plot.count("o") >= 8  # scores of the held-out chapters
+    assert end.startswith("Done in")
+    for following in (f"--output {folder}-tp2", "--peft lora", "infer serve", "train plan"):
+        assert following in out
 
 
 def read_a_part(seed):

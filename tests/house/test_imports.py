@@ -192,3 +192,37 @@ def test_the_config_rule_sees_a_foreign_import():
     assert foreign_imports(parse("import torch", "mcore_x/config.py")) != []
     assert foreign_imports(parse("from mcore_x.mesh import Axis", "mcore_x/config.py")) != []
     assert foreign_imports(parse("from dataclasses import field", "mcore_x/config.py")) == []
+
+
+def test_windows_is_refused_in_one_line_that_names_what_works():
+    code = "import sys; sys.platform = 'win32'; import mcore_data"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: the mcore wheels run on Linux and macOS; on Windows use WSL 2."
+    )
+
+
+# What Linux has and macOS has not, of all that the sources of these two wheels call.
+_AS_ON_MACOS = """
+import os, signal, sys
+for name in ("sched_getaffinity", "posix_fadvise", "posix_fallocate"):
+    delattr(os, name)
+sys.platform = "darwin"
+from mcore_data.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_data_are_prepared_without_the_calls_that_macos_lacks(tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "In the beginning"}\n' * 9)
+    prefix = ["--input", "text.jsonl", "--output-prefix", "book", "--workers", "2"]
+    for words in (
+        ["preprocess", *prefix, "--tokenizer-type", "ByteTokenizer"],
+        ["verify", "book_text_document"],
+    ):
+        command = [sys.executable, "-c", _AS_ON_MACOS, *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

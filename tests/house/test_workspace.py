@@ -3,11 +3,13 @@
 import ast
 import pkgutil
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from house.sources import PACKAGES, ROOT, Source, package_sources, parse
@@ -117,9 +119,54 @@ def test_siblings_are_asked_for_by_compatible_ranges(package):
     optional = project.get("optional-dependencies", {}).values()
     for line in [*project["dependencies"], *(line for extra in optional for line in extra)]:
         if line.startswith("mcore-"):
-            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z0-9,]+\])?>=0\.\d+,<0\.\d+", line), line
+            asked = r"mcore-[a-z]+(\[[a-z0-9,]+\])?>=0\.\d+(\.\d+rc\d+)?,<0\.\d+"
+            assert re.fullmatch(asked, line), line
         if line.startswith("torch"):
             assert line == "torch>=2.11,<3"
+
+
+@pytest.mark.parametrize(
+    ("version", "wheels", "asked"),
+    [
+        ("0.2.0rc1", [f"mcore-{package}" for package in PACKAGES], ">=0.2.0rc1,<0.3"),
+        ("0.1.3", ["mcore-moe"], ">=0.1,<0.2"),
+    ],
+)
+def test_a_version_is_written_where_it_counts_and_the_lock_fits(
+    version, wheels, asked, tmp_path
+):
+    """In a copy: metadata, ranges of siblings, lock and changelogs."""
+    release = load_release()
+    kept = [ROOT / "pyproject.toml", ROOT / "uv.lock"]
+    kept += [*ROOT.glob("packages/*/*.toml"), *ROOT.glob("packages/*/*.md")]
+    for path in kept:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    release.prepare(tmp_path, version, wheels, "2026-12-01")
+    for wheel in wheels:
+        folder = tmp_path / "packages" / wheel
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["version"] == version
+        assert f"\n## {version} (2026-12-01)\n" in (folder / "CHANGELOG.md").read_text()
+    others = tomllib.loads((tmp_path / "packages/mcore-models/pyproject.toml").read_text())
+    assert f"mcore-moe{asked}" in others["project"]["dependencies"]
+    command = ["uv", "lock", "--check", "--offline"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match=r"no section with '\(unreleased\)'"):
+        release.prepare(tmp_path, version, wheels, "2026-12-01")
+
+
+@pytest.mark.parametrize("version", ["0.2", "v0.2.0", "0.2.0-rc1"])
+def test_a_version_of_another_form_is_refused(version):
+    with pytest.raises(ValueError, match="use MAJOR"):
+        load_release().sibling_range(version)
+
+
+def load_release():
+    """Load tools/release.py, which is a script."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "tools/release.py")))
 
 
 def required(project: dict) -> set[str]:

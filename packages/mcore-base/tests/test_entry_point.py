@@ -1,4 +1,6 @@
 import os
+import shlex
+import subprocess
 import sys
 
 import pytest
@@ -23,22 +25,34 @@ def talk():
     return 0
 
 
+def choose(*words):
+    if words[:1] == ("fast",):
+        print("options\n  --size {1,2,\n      3}   how many\n  --[no-]all  of them\n")
+        raise SystemExit(0)
+    print("verbs:\n  fast        at once\n  slow FILE   later\n")
+    return 0
+
+
 COMMANDS = {
     "add": ("takes any words", lambda *_: 0),
     "bad": ("refuses", bad),
     "broken": ("fails", broken),
+    "choose": ("has verbs", choose),
     "stopped": ("is interrupted", stopped),
     "talk": ("prints much", talk),
 }
-LIST = "The commands are add, bad, broken, stopped, talk."
-ABOUT = "Show how programs end.\n\nexamples:\n  mcore-base talk"
+LIST = "The commands are add, bad, broken, choose, stopped, talk."
+ABOUT = (
+    "Show how programs end.\n\nexamples:\n  mcore-base talk\n  mcore-base choose fast \\\n"
+    "      --size 3\n\npages:\n  docs/choosing.md   choose talk\n  docs/ends.md   bad choose"
+)
 
 
-def run(*words):
+def run(*words, commands=COMMANDS):
     return run_program(
         "mcore-base",
         ABOUT,
-        COMMANDS,
+        commands,
         words,
         lambda error: 2 if isinstance(error, ValueError) else 0,
         lambda function, _, words: function(*words),
@@ -52,6 +66,34 @@ def test_usage_names_the_commands_and_comes_without_words_too(capsys):
         assert usage.startswith("usage: mcore-base COMMAND ...\n\nShow how programs end.\n")
         assert "  talk     prints much\n" in usage
         assert "examples:\n  mcore-base talk\n" in usage
+
+
+def test_help_ends_with_the_examples_and_pages_of_the_command(capsys):
+    end = "\nexamples:\n  mcore-base choose fast \\\n      --size 3\n\nsee docs/"
+    for words in (["choose", "--help"], ["choose", "fast", "-h"]):
+        assert run(*words) == 0
+        assert capsys.readouterr().out.endswith(end + "choosing.md, docs/ends.md\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("mcore-base t", "talk"),
+        ("mcore-base choose ", "fast slow"),
+        ("mcore-base choose fast --", "--help --size --all --no-all"),
+        ("mcore-base choose fast --size ", "1 2 3"),
+        ("mcore-base choose fast --all --s", "--size"),
+        ("mcore-base --print-completion b", "bash"),
+    ],
+)
+def test_bash_completes_commands_verbs_options_and_choices(capsys, line, completions):
+    commands = {"choose": ("has verbs", choose), "talk": ("prints much", lambda *_: 0)}
+    assert run("--print-completion", "bash", commands=commands) == 0
+    words = shlex.join([*line.split(), *([""] if line.endswith(" ") else [])])
+    ask = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mcore_base"
+    script = f"{capsys.readouterr().out}\n{ask}; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == completions.split()
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -113,6 +113,27 @@ def test_switches_choose_the_activation(changes, wanted):
         ({"window_size": (8, 1)}, "--window-size 8 1"),
         ({"window_size": (-2, 0)}, "--window-size -2 0"),
         ({"window_attn_skip_freq": "2"}, "no effect without --window-size"),
+        (
+            {"qk_layernorm": True, "qk_norm_width": "layer", "qk_norm_after_rope": True},
+            "--qk-norm-after-rope norms each head",
+        ),
+        (
+            {"window_size": (8, 0), "global_kv_channels": 32},
+            "--global-kv-channels 32 needs --rotary-base-local",
+        ),
+        (
+            {"window_size": (8, 0), "global_num_query_groups": 5},
+            "--num-attention-heads 12 cannot share --global-num-query-groups 5",
+        ),
+        (
+            {"window_size": (8, 0), "window_attn_skip_freq": "12", "num_kv_shared_layers": 1},
+            "--num-kv-shared-layers 1 of --num-layers 12: before them there must be a layer",
+        ),
+        (
+            {"multi_latent_attention": True, "q_lora_rank": 8, "dsa_indexer_topk": 4}
+            | {"dsa_indexer_head_dim": 32},
+            "--dsa-indexer-head-dim 32 must be --qk-pos-emb-head-dim, 64, or more",
+        ),
     ],
 )
 def test_bad_options_are_answered_with_what_to_change(changes, words):

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from warm_ranks import run_ranks
 
-from mcore_moe import MixtureOfExperts
+from mcore_moe import MixtureOfExperts, moe_axes
+from mcore_parallel import ParallelConfig, ParallelContext
 
 
 class Block(torch.nn.Module):
@@ -45,6 +46,21 @@ def test_it_keeps_shapes_and_gives_an_aux_loss_in_training_only():
     assert 0.009 < module.aux_loss.item() < 0.05
     module.eval()(inputs())
     assert module.aux_loss.item() == 0
+
+
+def split_over_two(x):
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    torch.manual_seed(0)
+    module = MixtureOfExperts(16, 32, num_experts=4, top_k=2, axes=moe_axes(ctx))
+    return sum(p.numel() for p in module.parameters()), module(x).detach()
+
+
+def test_axes_spread_the_experts_over_ranks():
+    torch.manual_seed(0)
+    single = MixtureOfExperts(16, 32, num_experts=4, top_k=2)
+    for size, y in run_ranks(split_over_two, 2, inputs()):
+        assert size - 4 * 16 == (sum(p.numel() for p in single.parameters()) - 4 * 16) // 2
+        torch.testing.assert_close(y, single(inputs()))
 
 
 def test_one_expert_a_token_works():

@@ -3,7 +3,12 @@
 The front is lazy (PEP 562): importing it imports no module of the package but its own table.
 """
 
+import sys as _sys
+
 from mcore_base.lazy_front import lazy_front as _lazy_front
+
+if _sys.platform == "win32":
+    raise ImportError("the mcore wheels run on Linux and macOS; on Windows use WSL 2.")
 
 _EXPORTS: dict[str, str] = {
     "FaultCollector": "command_line",

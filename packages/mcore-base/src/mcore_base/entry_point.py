@@ -1,5 +1,6 @@
-"""The ``main`` of a program with several commands: its usage, its version, its errors.
+"""The ``main`` of a program with several commands: usage, version, completion, errors.
 
+The help of a command ends with its examples and pages, taken from the text about the program.
 Every error that a user can mend is one line, and a reader of the output that has seen enough,
 such as ``head``, ends the program quietly.
 """
@@ -11,8 +12,11 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from itertools import takewhile
+
+from mcore_base.completion import completion_script
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +26,7 @@ ADDING = ("--recipe",)
 """Options that may be given again and again; of others the last values count."""
 LAUNCHER = "MCORE_LAUNCHER_PID"
 """Variable in which ``launch_local``, which reads their command line, gives ranks its id."""
+_HELP = {"-h", "--help", "--help-all"}
 
 
 def run_program(
@@ -36,7 +41,8 @@ def run_program(
 
     Args:
         program: its name; the package of its version is called the same.
-        about: one line on the program, a blank line and examples, for the help.
+        about: text of the help, in three paragraphs: a line on the program; ``examples:`` and
+            commands; ``pages:`` and, a line each, a page of the repository and its commands.
         commands: its commands, in the order of the help.
         argv: the words behind the program's name; None: this process's.
         exit_code: 2 for an error of bad input, 1 or another code for a failure of files or
@@ -92,8 +98,18 @@ def _dispatch(
     call: Callable[[Callable[..., int], str, list[str]], int],
 ) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help", "--help-all"):
+    if name in _HELP:
         print(_usage(program, about, commands))
+        return 0
+    if name == "--print-completion":
+
+        def help_of(*words: str) -> str:
+            text = io.StringIO()
+            with redirect_stdout(text), suppress(SystemExit):
+                call(commands[words[0]][1], f"{program} {words[0]}", [*words[1:], "--help-all"])
+            return text.getvalue()
+
+        print(completion_script(program, " ".join(rest), commands, help_of), end="")
         return 0
     if name == "--version":
         print(program, import_module(program.replace("-", "_")).__version__)
@@ -106,7 +122,13 @@ def _dispatch(
         )
     for flag, values in _repeated(rest) if is_first_rank() else ():
         log.warning("%s is given more than once: the last counts, %s.", flag, values)
-    return call(commands[name][1], f"{program} {name}", rest)
+    if not _HELP & set(rest):
+        return call(commands[name][1], f"{program} {name}", rest)
+    code = 0
+    with suppress(SystemExit):  # Some commands raise it after help, others return.
+        code = call(commands[name][1], f"{program} {name}", rest)
+    print(_help_end(program, about, name))
+    return code
 
 
 def is_first_rank() -> bool:
@@ -134,5 +156,23 @@ def _usage(program: str, about: str, commands: Commands) -> str:
     purpose, _, examples = about.partition("\n\n")
     return (
         f"usage: {program} COMMAND ...\n\n{purpose}\n\ncommands:\n{lines}\n\n{examples}\n\n"
-        f"{program} COMMAND --help shows a command's options; {program} --version its version."
+        f"{program} COMMAND --help shows a command's options; {program} --version its version; "
+        f"\n{program} --print-completion bash (or zsh) a script that completes them."
     )
+
+
+def _help_end(program: str, about: str, command: str) -> str:
+    """Return the examples of a command and the pages on it, from the text about the program."""
+    examples, _, pages = about.partition("examples:\n")[2].partition("\n\npages:\n")
+    starts = (
+        f"  {program} {command} ",
+        f"  torchrun --nproc-per-node 8 -m {program} {command} ",
+    )
+    lines, is_own = [], False
+    for line in examples.splitlines():
+        if not line.startswith("   "):  # otherwise it continues the line before
+            is_own = f"{line} ".replace("_", "-").startswith(starts)
+        lines += [line] * is_own
+    lines = ["", "examples:", *lines] if lines else []
+    read = [line.split()[0] for line in pages.splitlines() if command in line.split()[1:]]
+    return "\n".join([*lines, *(["", f"see {', '.join(read)}"] if read else [])])

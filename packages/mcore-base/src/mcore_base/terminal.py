@@ -1,9 +1,10 @@
-"""Long commands at a terminal: a progress line, SIGTERM as an interrupt, sizes as text."""
+"""Long commands at a terminal: progress, SIGTERM as an interrupt, sizes and curves as text."""
 
+import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -45,6 +46,54 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def curve_text(
+    points: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[float, float]] = (),
+    *,
+    width: int = 60,
+    rows: int = 8,
+) -> str:
+    """Draw a curve with block characters and mark other points in it with ``o``.
+
+    Args:
+        points: x and y of the curve, at least one; x from 0 on, in ascending order.
+        marks: x and y of the marked points.
+        width: columns of the plot, without the axis.
+        rows: lines of the plot; each has eight levels.
+    """
+    values = [y for _, y in (*points, *marks)]
+    low, high = math.floor(min(values)), math.floor(max(values)) + 1
+    x_end = max(x for x, _ in (*points, *marks)) or 1
+
+    def column(x: float) -> int:
+        return min(width - 1, int(x / x_end * width))
+
+    def level(y: float) -> float:
+        return (y - low) / (high - low) * rows
+
+    # A column without a point takes the next one, so that the area has no gaps.
+    levels: list[float] = []
+    for x, y in points:
+        missing = column(x) + 1 - len(levels)
+        if missing > 0:
+            levels += [level(y)] * missing
+        else:
+            levels[-1] = level(y)
+    grid = []
+    for row in reversed(range(rows)):
+        least = 1 if row == 0 else 0  # the curve's lowest point is visible too
+        eighths = (min(8, max(least, round(8 * (each - row)))) for each in levels)
+        grid.append([" ▁▂▃▄▅▆▇█"[each] for each in eighths] + [" "] * (width - len(levels)))
+    for x, y in marks:
+        grid[rows - 1 - min(rows - 1, int(level(y)))][column(x)] = "o"
+    axis = [f"{high:4d} ", *["     "] * (rows - 2), f"{low:4d} "]
+    lines = [
+        f"{left}|{''.join(cells)}".rstrip() for left, cells in zip(axis, grid, strict=True)
+    ]
+    end = f"{x_end:g}"
+    return "\n".join([*lines, f"     0{end:>{width}}"])
 
 
 def size_text(num_bytes: int) -> str:

@@ -27,8 +27,13 @@ examples:
   mcore-ckpt convert hf-to-megatron --input Llama-3.2-1B --output megatron/llama
   mcore-ckpt inspect runs/llama
   mcore-ckpt verify runs/llama
+  mcore-ckpt reshard runs/llama --output runs/whole
   mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
-  mcore-ckpt upcycle runs/llama --output runs/experts --num-experts 8"""
+  mcore-ckpt upcycle runs/llama --output runs/experts --num-experts 8
+
+pages:
+  docs/checkpoints.md   convert inspect verify reshard average
+  docs/experts.md       upcycle"""
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
 """Formats that convert reads and writes; the two most used come first."""

@@ -22,7 +22,20 @@ examples:
   mcore-data train-tokenizer --input book.jsonl --output tokenizer --vocab-size 4096
   mcore-data preprocess --input book.jsonl --output-prefix book \\
       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --append-eod
-  mcore-data inspect book_text_document --tokenizer tokenizer"""
+  mcore-data inspect book_text_document --tokenizer tokenizer
+  mcore-data verify book_text_document
+  mcore-data plan --input 'part-*.jsonl' --output-prefix big --tokenizer-model tokenizer
+  mcore-data status --plan big.plan.json
+  mcore-data merge --plan big.plan.json
+  mcore-data merge --input a_text_document b_text_document --output-prefix both
+  mcore-data prepare-chats --input chats.jsonl --output-prefix chats --tokenizer-model qwen
+  mcore-data index --data-path book_text_document --data-cache-path cache --seq-length 128 \\
+      --num-samples 1000 10 10
+  mcore-data explain --run runs/quickstart/checkpoint --step 3
+
+pages:
+  docs/data.md            train-tokenizer preprocess inspect verify prepare-chats index explain
+  docs/data-at-scale.md   plan status merge"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -438,7 +451,7 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer on JSONL files.
 
     Args:
-        input: JSONL files, plain or compressed.
+        input: files, folders and patterns as in preprocess, such as a folder of .txt files.
         output: folder for tokenizer.json and tokenizer_config.json.
         vocab_size: largest number of ids, including the 256 bytes and the end of document.
         json_keys: keys of a record whose texts are used.

@@ -21,7 +21,13 @@ examples:
   mcore-infer serve --load runs/tiny --port 5000
   mcore-infer eval --load runs/tiny --valid-data chapter.txt
   mcore-infer quantize --load runs/tiny --method fp8 --calibration-data chapter.txt --output fp8
-  mcore-infer export --load runs/tiny --output for-trtllm --format trtllm"""
+  mcore-infer export --load runs/tiny --output for-trtllm --format trtllm
+
+pages:
+  docs/serving.md        generate chat serve
+  docs/evaluation.md     eval
+  docs/quantization.md   quantize
+  docs/deployment.md     export"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

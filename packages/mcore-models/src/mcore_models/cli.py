@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from mcore_base.command_line import is_flag, parse
+from mcore_base.command_line import HELP_FLAGS, is_flag, parse
 from mcore_base.entry_point import run_program
 from mcore_models.architecture import tree
 from mcore_models.counting import CountConfig, build_report, described_model, parse_count
@@ -25,7 +25,11 @@ examples:
     --gpu h100
   mcore-models count t5 --preset t5-11b --num-layers 12
   mcore-models count --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
-    --vocab-size 50257"""
+    --vocab-size 50257
+
+pages:
+  packages/mcore-models/README.md   list show count
+  docs/planning.md                  count"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,8 +47,11 @@ def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
         return count(*parse_count(words))
     if function is show and words and not is_flag(words[0]):
         return show(words[0], *parse_count(["--preset", *words]))
-    if function is show:
+    if function is show and not set(words) & set(HELP_FLAGS):
         raise ValueError("mcore-models show needs a preset: see mcore-models list.")
+    if function is show:
+        print("mcore-models show PRESET takes the options of mcore-models count.\n")
+        return count(*parse_count(words))
     return parse(function, program, words)
 
 
@@ -103,7 +110,9 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
         print(f"mcore-models: counting does not need {', '.join(unused)}.", file=sys.stderr)
     width = max(map(len, report))
     for name, value in report.items():
-        number = ",.2f" if isinstance(value, float) else ","
+        number = ","
+        if isinstance(value, float):
+            number = ",.2f" if value >= 1 else ".3g"
         shown = value if isinstance(value, str) else format(value, number)
         print(f"{name:<{width}}  {shown:>24}")
     return 0

@@ -168,8 +168,41 @@ def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes,
 
 
 @pytest.mark.parametrize(
+    ("changes", "degrees", "words"),
+    [
+        (
+            {"num_kv_shared_layers": 1},
+            {"pipeline_model_parallel_size": 2},
+            "one pipeline stage",
+        ),
+        (
+            {"per_layer_embedding_size": 4},
+            {"pipeline_model_parallel_size": 2},
+            "one pipeline stage",
+        ),
+        (
+            {"hybrid_override_pattern": "[C-]" * MODEL.num_layers},
+            {"tensor_model_parallel_size": 5},
+            "of gated short convolutions cannot be split",
+        ),
+        (
+            {"multi_latent_attention": True, "num_query_groups": 0}
+            | {"q_lora_rank": 8, "dsa_indexer_topk": 4},
+            {"context_parallel_size": 2},
+            "use --context-parallel-size 1",
+        ),
+    ],
+)
+def test_layers_that_read_others_are_refused_where_these_are_not(changes, degrees, words):
+    problems = layout_problems(replace(MODEL, **changes), parallel(**degrees))
+    assert any(words in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("value_norm", True),
+        ("layer_output_scale", True),
         ("residual_multiplier", 0.5),
         ("attn_logit_softcapping", 30.0),
         ("final_logit_softcapping", 30.0),

@@ -1,7 +1,7 @@
 """``MixtureOfExperts``: experts in place of a feed-forward layer of any torch model.
 
-All experts are on one rank. The module works inside any ``nn.Module``, under torch's DDP and
-``torch.compile``. To spread experts over ranks use ``MoELayer``.
+The module works inside any ``nn.Module``, under torch's DDP and ``torch.compile``. All experts
+are on one rank unless ``axes`` spreads them; ``MoELayer`` has all options.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_moe.config import MoEConfig
+from mcore_moe.expert_parallel import ONE_RANK, MoEAxes
 from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
 
@@ -34,6 +35,7 @@ class MixtureOfExperts(nn.Module):
         aux_loss_coeff: float = 0.01,
         gated: bool = True,
         activation: str = "silu",
+        axes: MoEAxes = ONE_RANK,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -47,6 +49,8 @@ class MixtureOfExperts(nn.Module):
             aux_loss_coeff: of the load-balancing loss; 0 turns it off.
             gated: SwiGLU-like experts with three matrices, or plain ones with two.
             activation: ``silu``, ``gelu``, ``relu`` or ``squared_relu``.
+            axes: ranks that share the experts, ``moe_axes(ctx)`` of a layout with
+                ``expert_model_parallel_size``.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -65,6 +69,7 @@ class MixtureOfExperts(nn.Module):
             ffn_hidden_size,
             config,
             ExpertNetwork(gated=gated, activation=activation),
+            axes=axes,
             device=device,
             dtype=dtype,
         )

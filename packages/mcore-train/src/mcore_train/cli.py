@@ -15,7 +15,32 @@ ABOUT = """Train large language models: one program from a laptop CPU to a clust
 examples:
   mcore-train quickstart
   mcore-train gpt --model tiny --mock-data --seq-length 64 --train-iters 100 --lr 1e-3
-  torchrun --nproc-per-node 8 -m mcore_train gpt --model llama-3-8b --data-path ..."""
+  torchrun --nproc-per-node 8 -m mcore_train gpt --model llama-3-8b --data-path ...
+  mcore-train mamba --model mamba2-130m --mock-data --seq-length 64 --train-iters 10 --lr 1e-3
+  mcore-train bert --train-data-path story_text_sentence --vocab-file vocab.txt ...
+  mcore-train t5 --train-data-path story_text_sentence --vocab-file vocab.txt ...
+  mcore-train verify gpt --model tiny --mock-data --seq-length 64 \\
+      --tensor-model-parallel-size 2 --nproc 2
+  mcore-train plan --model llama-3-8b --gpus 8 --gpu h100 --seq-length 8192
+  mcore-train migrate pretrain.sh --output recipe.toml
+  mcore-train schedule show --ranks 4 --microbatches 8
+  mcore-train triage logs
+  mcore-train memory snapshot.rank0.pickle
+  mcore-train profile trace.json
+  mcore-train report runs/quickstart/checkpoint
+  mcore-train doctor
+  mcore-train doctor runs/quickstart/checkpoint
+
+pages:
+  docs/training.md          quickstart gpt mamba schedule profile report
+  docs/fine-tuning.md       gpt
+  docs/encoders.md          bert t5
+  docs/layouts.md           gpt verify schedule
+  docs/planning.md          plan
+  docs/cluster.md           launch doctor triage
+  docs/migration.md         migrate
+  docs/golden-runs.md       golden
+  docs/troubleshooting.md   doctor triage memory"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

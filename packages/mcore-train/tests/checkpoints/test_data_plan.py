@@ -396,6 +396,9 @@ def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):
         train_iters=2,
         save=str(tmp_path / "run"),
     )
+    (share,) = read_shares(run)  # for the header of the log
+    assert share.documents == 20
+    assert share.epochs == 4 / run.datasets.train.per_epoch
     batch = next(train_batches(run))[0]
     assert batch.documents is not None
     assert batch.positions is not None

@@ -83,8 +83,7 @@ class PackedDataset:
         if weights is not None and not np.array_equal(lengths, weights.lengths):
             raise ValueError("the loss masks are not of the same lengths as the texts.")
         ids = range(len(lengths)) if document_ids is None else document_ids
-        ids = np.asarray(ids, np.int64)
-        self.document_ids = ids
+        self.document_ids = ids = np.asarray(ids, np.int64)
         said = f"packing-1 {sequence_length} {too_long} {len(ids)}"
         digest = hashlib.blake2b(said.encode(), digest_size=16)
         digest.update(ids.data)

@@ -28,7 +28,7 @@ def train_tokenizer(
     itself.
 
     Args:
-        inputs: JSONL files, plain or compressed.
+        inputs: files, folders and patterns, as ``PreprocessConfig.input``.
         output: folder for ``tokenizer.json`` and ``tokenizer_config.json``, which
             ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
         vocab_size: upper limit of the number of ids, the end of document and the bytes

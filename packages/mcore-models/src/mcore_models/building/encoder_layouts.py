@@ -20,7 +20,8 @@ _DECODERS_ALONE = (
     "attention_output_gate",
     *("embedding_multiplier", "residual_multiplier", "logits_multiplier", "use_mup"),
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
-    *("mtp_num_layers", "embedding_layernorm"),
+    *("mtp_num_layers", "embedding_layernorm", "value_norm", "num_kv_shared_layers"),
+    *("per_layer_embedding_size", "layer_output_scale"),
 )
 """Fields that layers of an encoder, and of its decoder, ignore."""
 

@@ -92,7 +92,9 @@ launchers:
   local       run the job here, each host a process, with the restarts of a cluster
 
 jobs that were submitted:
-  status JOB  logs JOB  cancel JOB
+  status JOB
+  logs JOB
+  cancel JOB
 
 examples:
   mcore-train launch slurm --nodes 64 --time-limit 1-00:00:00 --submit -- gpt --recipe run.toml

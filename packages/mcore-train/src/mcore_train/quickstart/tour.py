@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from mcore_base.terminal import curve_text
 from mcore_ckpt.conversion.conversion import mcore_to_hf
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.indexed.reader import IndexedDataset
@@ -44,7 +45,7 @@ from mcore_train.quickstart.plan import (
     QuickstartConfig,
     build_tour_plan,
 )
-from mcore_train.reporting.log import Reporter, StepReport, set_up
+from mcore_train.reporting.log import METRICS, Reporter, StepReport, set_up
 from mcore_train.resolution import Plan
 from mcore_train.running import build_reporter, joined_world
 
@@ -101,6 +102,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
             results |= _convert_and_write(options, trained.run)
             results |= {"minutes": (time.monotonic() - started_s) / 60}
             _write_marker(output, results)
+            log.info("%s\n", _loss_plot(output / "checkpoint" / METRICS))
             _say_goodbye(output, results)
         _meet(ctx)
     return 0
@@ -244,6 +246,17 @@ def _convert_and_write(options: QuickstartConfig, run: Run) -> dict[str, Any]:
     return {"text": text}
 
 
+def _loss_plot(metrics: Path) -> str:
+    """Draw the reported losses over the steps, and those of the held-out chapters."""
+    curves: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
+    for line in metrics.read_text("utf-8").splitlines():
+        report = json.loads(line)
+        if report["kind"] in curves:
+            curves[report["kind"]].append((report["iteration"], report["loss"]))
+    title = "Loss in nats per token over the steps; o: the held-out chapters"
+    return f"{title}\n\n{curve_text(curves['train'], curves['valid'])}"
+
+
 def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
     """Sum up, and name the commands that do more."""
     log.info(
@@ -251,24 +264,24 @@ def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
         results["minutes"],
         results["bits_per_byte"],
     )
-    run_folder, data = output / "checkpoint", token_files(output / "data")
     run = "uv run " if launcher.is_under_uv_run() else ""
-    log.info('  %smcore-infer generate --load %s --prompt "In the beginning"', run, run_folder)
-    log.info(
-        "  %smcore-train gpt --load %s --finetune --train-data-path %s --seq-length %d \\\n"
-        "    --micro-batch-size 8 --train-iters 200 --lr 1e-3 --save %s",
-        run,
-        run_folder,
-        data.train,
-        SEQ_LENGTH,
-        output / "finetuned",
-    )
-    log.info(
-        "  %smcore-train quickstart --nproc 2 --tensor-model-parallel-size 2 --output %s",
-        run,
-        output.with_name(f"{output.name}-tp2"),
-    )
-    log.info("  %smcore-train gpt --help", run)
+    model, tuned = output / "checkpoint", output.with_name(f"{output.name}-lora")
+    on_two_ranks = output.with_name(f"{output.name}-tp2")
+    following = f"""\
+  # Text of this model:
+  RUNmcore-infer generate --load {model} --prompt "In the beginning"
+  # The same training on two ranks:
+  RUNmcore-train quickstart --nproc 2 --tensor-model-parallel-size 2 --output {on_two_ranks}
+  # LoRA on a Hugging Face folder; a published model needs data of its own tokenizer
+  # (docs/tutorials/fine-tuning.md):
+  RUNmcore-train gpt --load {output / "hf"} --finetune --peft lora --seq-length {SEQ_LENGTH} \\
+    --train-data-path {token_files(output / "data").train} \\
+    --micro-batch-size 8 --train-iters 50 --lr 1e-3 --save {tuned}
+  # A server of that model, for clients of OpenAI's interface:
+  RUNmcore-infer serve --load {tuned}
+  # A plan for a cluster (docs/tutorials/one-to-eight-gpus.md):
+  RUNmcore-train plan --model llama-3-8b --gpus 8 --gpu h100 --seq-length 8192"""
+    log.info("%s", following.replace("RUN", run))
 
 
 def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:

@@ -13,6 +13,7 @@ import torch
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.epochs import EpochsDataset
+from mcore_data.datasets.packing import PackedDataset
 from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run
@@ -133,7 +134,7 @@ def _shares(dataset: Any, num_samples: int, seq_length: int) -> Iterator[SourceS
     own = lengths[ids]
     tokens = int(own.sum(dtype=np.int64))
     epochs = num_samples * seq_length / max(1, tokens)
-    if isinstance(dataset, EpochsDataset):
+    if isinstance(dataset, EpochsDataset | PackedDataset):
         epochs = num_samples / dataset.per_epoch
     prefix = getattr(inner.sequences, "prefix", "")
     yield SourceShare(prefix=prefix, documents=len(own), tokens=tokens, epochs=epochs)
