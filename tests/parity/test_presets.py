@@ -32,7 +32,6 @@ LAYOUTS = {
     "glm-4.7-flash": ("gpt", 2, f"{TP2} {SP} {EP2}"),
     "minimax-m2": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),
     "hunyuan-a13b": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),
-    "vaultgemma-1b": ("gpt", 2, f"{TP2} {SP}"),
     "qwen2.5-0.5b": ("gpt", 2, f"{TP2} {SP}"),
     "qwen3-30b-a3b": ("gpt", 4, f"{CP2} {EP2} --tensor-model-parallel-size 2 {SP}"),
     "gemma-2-2b": ("gpt", 2, f"{CP2}"),
