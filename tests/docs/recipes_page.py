@@ -52,11 +52,46 @@ PUBLISHED = {
         "arXiv:2406.11704, table 2",
     ),
     "deepseek-v3": (
-        "pipeline 16, expert 64, fp8; 14.8 T tokens in 2.664 M GPU hours: 1 543 tokens/s a GPU",
+        "pipeline 16, expert 64, fp8; 14.8 T tokens in 2.664 M hours of H800: 1 543 tokens/s each",
         "arXiv:2412.19437, table 1",
     ),
 }
 """What the authors measured, on the same number of GPUs, and where they wrote it."""
+RATES = {
+    "llama-3.1-405b": "rate and a batch of 16 M tokens: arXiv:2407.21783, section 3.4.1",
+    "nemotron-4-340b": "batch: the last of arXiv:2406.11704; the rate is ours",
+    "deepseek-v3": (
+        "peak, end and the last batch: arXiv:2412.19437, section 4.2, whose final steps go on "
+        "to 7.3e-6"
+    ),
+    "llama-2-7b": "rate and a batch of 4 M tokens: arXiv:2307.09288, section 2.2 and table 1",
+    "llama-2-13b": "rate and a batch of 4 M tokens: arXiv:2307.09288, section 2.2 and table 1",
+    "llama-3-70b": "peak: arXiv:2407.21783, table 3; end and batch are ours",
+    "gpt3-175b": "peak and a batch of 3.2 M tokens: arXiv:2005.14165, table 2.1",
+    "gpt-462b": "ours",
+    "bert-345m": "peak and batch: arXiv:1909.08053, section 4; the end is ours",
+    "t5-220m": "rate: Megatron-LM's example of this size; the batch is ours, its own is 512",
+    "deepseek-v2-lite": (
+        "peak: arXiv:2405.04434, appendix B; end and batch are ours, the paper has 4608"
+    ),
+    "llama-3.1-70b": "peak: arXiv:2407.21783, table 3; end and batch are ours",
+    "llama-3.1-8b": "peak: arXiv:2407.21783, table 3; end and batch are ours",
+    "mamba2-2.7b": (
+        "five times the peak of a 2.7 B model in arXiv:2005.14165, table 2.1, ending at 1e-5: "
+        "arXiv:2312.00752, appendix E.2.1"
+    ),
+    "nemotron-h-8b": (
+        "batch: NVIDIA's recipe in Megatron-Bridge; the rate is not checked against the paper "
+        "(arXiv:2504.03624), and NeMo's recipe has 3e-4"
+    ),
+    "olmo-2-13b": (
+        "batch and end: the authors' files of both stages (OLMo, configs/official-1124); "
+        "the second begins with 9e-5 where a cosine to a tenth has ended, which makes the peak "
+        "9e-4, but the file of the first has 3e-4; not checked against the paper "
+        "(arXiv:2501.00656)"
+    ),
+}
+"""Where rates and batches come from, of each recipe that has a rate or names a source."""
 _HEAD = """# Recipes for known models
 
 Written by `uv run python tests/docs/recipes_page.py` from the files of `recipes/known`. Each
@@ -87,8 +122,16 @@ measured on GPUs is [here](performance.md). A test resolves each recipe as a run
 ranks would: groups, stages, schedule, weights and the tensors of a checkpoint.
 """
 _BESIDE = """
-The authors' figures on as many GPUs. They count FLOPs in ways of their own, so that tokens/s
-compare better than MFU. We ran none of the three at this size.
+The authors' figures on as many GPUs, H100 but for DeepSeek's. They count FLOPs in ways of their
+own, so that tokens/s compare better than MFU. We ran none of the three at this size.
+"""
+_SOURCES = """
+## Sources of rates and batches
+
+A recipe that is not here has the rate of `recipes/run/pretrain.toml` and a batch of our choice.
+
+| model | rate | sequences | source |
+| --- | --- | --- | --- |
 """
 _TABLE = """
 | model | parameters | GPUs | layout | tokens/s/GPU | MFU | step | GiB of a GPU |
@@ -211,6 +254,17 @@ def _published() -> Iterator[str]:
             )
 
 
+def _sources() -> Iterator[str]:
+    for recipe in recipes():
+        if recipe.name in RATES:
+            optimizer, batch = recipe.config.optimizer, recipe.config.batch
+            yield (
+                f"| {recipe.head[1]} | {optimizer.lr:g} to {optimizer.min_lr:g} "
+                f"| {batch.global_batch_size:,} of {batch.seq_length:,} "
+                f"| {RATES[recipe.name]} |\n"
+            )
+
+
 def render() -> str:
     """Return the text of the page."""
     known = recipes()
@@ -228,6 +282,8 @@ def render() -> str:
         "\n## Models of today\n",
         _table(today),
         *_reasons(today),
+        _SOURCES,
+        *_sources(),
     ]
     return "".join(parts)
 

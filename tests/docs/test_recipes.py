@@ -4,7 +4,7 @@ import re
 
 import pytest
 from docs.blocks import ROOT
-from docs.recipes_page import PAGE, Recipe, recipes, render, small_world
+from docs.recipes_page import PAGE, RATES, Recipe, recipes, render, small_world
 
 from mcore_train.cli import main
 from mcore_train.planning.dry_run import dry_run
@@ -37,6 +37,12 @@ def test_a_recipe_names_a_model_and_repeats_no_size_of_it():
         assert f'\nmodel = "{recipe.name}"\n' in text
         assert not re.search(r"^(num_layers|hidden_size|vocab_size|num_experts) =", text, re.M)
         assert len(" ".join(recipe.comment[1:])) > 60, f"{recipe.name} has no reason"
+
+
+def test_every_rate_of_a_recipe_has_a_source_or_says_that_it_is_ours():
+    given = {each.name for each in RECIPES if "\n[optimizer]\n" in each.path.read_text()}
+    assert given - set(RATES) == set()
+    assert set(RATES) - {each.name for each in RECIPES} == set()
 
 
 def test_recipes_of_one_host_resolve_as_their_ranks_would():
