@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -344,18 +344,18 @@ def _new_local_group(
     ranks connect to addresses that the old group has left in the store; and ranks that are in
     different numbers of groups wait under different names.
     """
-    default_store = distributed_c10d._get_default_store()
-    group, _ = distributed_c10d._new_process_group_helper(
+    made = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         dist.Backend(backend),
-        default_store,
-        name,
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
         backend_options=options,
         timeout=timeout,
         group_desc=name,
     )
+    group = cast("dist.ProcessGroup", made[0])
     distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group
 

@@ -18,6 +18,7 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
 from mcore_models.building.layouts import layout_problems
 from mcore_models.description import ModelDescription
+from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.peft.attaching import adapters_off
 from mcore_models.protocol import MicroBatch, TrainableModel, share_embedding
 from mcore_parallel.mesh import ParallelContext
@@ -197,6 +198,8 @@ def build_frozen_model(
         share_embedding(frozen)
     shards = {}
     for chunk in frozen:
+        if config.kernels.batch_invariant_mode:
+            use_batch_invariant_kernels(chunk)
         chunk.requires_grad_(False).eval()
         shards |= named_shards(chunk, ctx.data_axes())
     load(
