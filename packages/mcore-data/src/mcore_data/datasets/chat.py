@@ -261,20 +261,41 @@ def prepare_chats(
 
 def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[str, Any]]]:
     """Yield the chats of a JSONL file: a list of messages under ``key`` in each line."""
+    expected = f"chat (a list of messages under {key!r})"
+    for record in read_records(path, "--input", expected, lambda r: _is_chat(r.get(key))):
+        yield record[key]
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and bool(messages)
+
+
+def read_records(
+    path: str | Path, flag: str, expected: str, is_valid: Callable[[dict[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file.
+
+    Args:
+        path: of the file.
+        flag: option that names the file, for errors.
+        expected: content of a line, for errors.
+        is_valid: whether an object has that content.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a line that is not valid.
+    """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
+        raise FileNotFoundError(f"{flag} {path} is not a file.")
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            messages = record.get(key) if isinstance(record, dict) else None
-            if not isinstance(messages, list) or not messages:
-                raise ValueError(
-                    f"{path}, line {number}: no chat (a list of messages under {key!r})."
-                )
-            yield messages
+            if not isinstance(record, dict) or not is_valid(record):
+                raise ValueError(f"{path}, line {number}: no {expected}.")
+            yield record
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

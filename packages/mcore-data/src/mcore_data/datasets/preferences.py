@@ -6,7 +6,6 @@ the rejected conversation, which is never a label. A row packs full pairs; each 
 a document of its own, which attends to nothing else.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.arrangement import count_from, packed_borders
-from mcore_data.datasets.chat import LEARNT, TOKENS, Render, load_template
+from mcore_data.datasets.chat import LEARNT, TOKENS, Render, load_template, read_records
 from mcore_data.datasets.packing import PackedDataset
 from mcore_data.indexed.index_format import token_dtype
 from mcore_data.indexed.output_lock import make_parent_folder
@@ -51,17 +50,10 @@ class PreferenceReport:
 
 def read_preferences(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSONL file that have ``chosen`` and ``rejected``."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
-                raise ValueError(f"{path}, line {number}: no record of chosen and rejected.")
-            yield record
+    names = {"chosen", "rejected"}
+    return read_records(
+        path, "--input", "record of chosen and rejected", lambda record: names <= record.keys()
+    )
 
 
 def prepare_preferences(

@@ -3,7 +3,7 @@
 A run holds one ``Objective``. Each of its losses is a sum over the entries of a mask: the mask
 times the loss, divided by the mask's sum over all micro-batches, data and context ranks of the
 step. That one rule makes every split of a batch give the same gradient. ``Objective`` itself is
-pretraining: the losses of the model. docs/objectives.md builds one of your own.
+pretraining: the losses of the model. docs/objectives.md shows how to write an objective.
 """
 
 import importlib

@@ -1,21 +1,20 @@
-"""Texts that a model in training writes, their rewards, and the batches made of them.
+"""Generates texts with the model in training, scores them, and builds batches of them.
 
 All ranks write: each has an engine in a serving layout, to which ``EngineSync`` pushes the
 weights, and continues its share of the prompts. All ranks gather all texts and rewards, and
 each data rank takes its rows. ``WriteTexts`` is the seam to another engine.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_data.datasets.chat import read_records
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.pipeline_parallel.runner import Payload
@@ -87,7 +86,7 @@ class EngineTexts:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt, what the model wrote after it, and what that is worth."""
+    """A prompt, the tokens that the model wrote after it, their reward and advantage."""
 
     prompt: list[int]
     written: list[int]
@@ -99,8 +98,8 @@ def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[Mi
     """Write texts and yield this rank's micro-batches of the steps on them, without end.
 
     Args:
-        run: its weights write; ``progress`` tells which prompts are next.
-        write: writes the texts; None: ``EngineTexts``.
+        run: with the weights that write; its ``progress`` selects the prompts.
+        write: generates the texts; None: ``EngineTexts``.
 
     Raises:
         ValueError: if prompts or reward cannot be read, or a prompt leaves no room for a text.
@@ -150,12 +149,11 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
         FileNotFoundError: if there is no such file.
         ValueError: for a line without a prompt.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--prompts {path} is not a file.")
-    records = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise ValueError(f"--prompts {path}, line {number}: no prompt, a text.")
+    records = list(
+        read_records(
+            path, "--prompts", "prompt, a text", lambda r: isinstance(r.get("prompt"), str)
+        )
+    )
     if not records:
         raise ValueError(f"--prompts {path} is empty.")
     return records
@@ -228,12 +226,12 @@ def _row(text: Text, length: int) -> dict[str, Tensor]:
 
 def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Add the log-probabilities of the texts by the weights as they are; one forward pass."""
-    found = list(batches)
+    annotated = list(batches)
 
     def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
         old = answer_log_probs(model, output, batches[microbatch])
         entries = {**batches[microbatch].entries, OLD_LOG_PROBS: old}
-        found[microbatch] = replace(batches[microbatch], entries=entries)
+        annotated[microbatch] = replace(batches[microbatch], entries=entries)
 
     for chunk in run.chunks:
         chunk.eval()
@@ -241,4 +239,4 @@ def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]
         run.pipeline.forward(batches, keep)
     for chunk in run.chunks:
         chunk.train()
-    return found
+    return annotated
