@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_data.datasets.chat import read_records
+from mcore_data.datasets.preferences import read_records
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.pipeline_parallel.runner import Payload
