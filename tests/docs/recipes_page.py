@@ -52,7 +52,7 @@ PUBLISHED = {
         "arXiv:2406.11704, table 2",
     ),
     "deepseek-v3": (
-        "pipeline 16, expert 64, fp8; 14.8 T tokens in 2.664 M hours of H800: 1 543 tokens/s each",
+        "pipeline 16, expert 64, fp8; 14.8 T tokens in 2.664 M H800 hours: 1 543 tokens/s each",
         "arXiv:2412.19437, table 1",
     ),
 }
