@@ -1,5 +1,6 @@
 """Objectives under every kind of layout, against their formulas on one rank in float64."""
 
+import json
 import math
 import re
 from itertools import pairwise, product
@@ -79,7 +80,8 @@ def start(flags, world_size=1):
 def folder(tmp_path_factory):
     """A reference, a deeper and wider teacher, and stored pairs."""
     folder = tmp_path_factory.mktemp("objectives")
-    prepare_preferences(PAIRS, folder / "pairs", ByteTokenizer())
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    prepare_preferences(folder / "pairs.jsonl", folder / "pairs", ByteTokenizer())
     (folder / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "abc", "wish": 2}\n')
     (folder / "rewards.py").write_text(REWARD)
     for name, flags in (("reference", {**BASE, "seed": 5}), ("teacher", TEACHER)):
