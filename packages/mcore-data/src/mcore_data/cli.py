@@ -322,7 +322,7 @@ def prepare_chats(
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
         json_key: key of a line's list of messages.
-        on_bad_record: what to do with lines that cannot be used: refuse, or leave them out (skip);
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
             the first ten are named.
     """
     from mcore_data.datasets.chat import prepare_chats as prepare
@@ -360,7 +360,7 @@ def prepare_preferences(
             <output-prefix>_learnt.
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
-        on_bad_record: what to do with lines that cannot be used: refuse, or leave them out (skip);
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
             the first ten are named.
     """
     from mcore_data.datasets.preferences import prepare_preferences as prepare
