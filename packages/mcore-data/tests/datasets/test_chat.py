@@ -13,6 +13,7 @@ from mcore_data.datasets.chat import (
     prepare_chats,
     segments,
 )
+from mcore_data.datasets.chat_records import messages_of
 from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.tokenizers.building import load_tokenizer
 
@@ -151,7 +152,11 @@ def test_all_bad_chats_of_a_file_are_named_with_their_lines(tmp_path, capsys, ca
         ('{"messages": []}', "'messages' is not a list of messages"),
         ('{"messages": "x"}', "'messages' is not a list of messages"),
         (chat(asked), "no message that counts has the role 'assistant' (roles: user)"),
-        (chat({"from": "human"}), "message 1 of 'messages' has no role (keys: from)"),
+        (chat({"text": "x"}), "message 1 of 'messages' has no role (keys: text)"),
+        (
+            '{"conversations": [{"from": "human"}]}',
+            "message 1 of 'conversations' has no content",
+        ),
         (chat(asked, {"role": "assistant"}), "message 2 of 'messages' has no content"),
         (chat(asked, {"role": "assistant", "content": ""}), "is an empty answer: leave it out"),
         (chat(asked, {"role": "assistant", "content": 5}), "the content 5 is not a text"),
@@ -170,7 +175,7 @@ def test_all_bad_chats_of_a_file_are_named_with_their_lines(tmp_path, capsys, ca
     assert not (tmp_path / "chats_tokens.idx").exists()
     assert prepare(tmp_path, lines, "--on-bad-record", "skip") == 0
     assert "2 chats" in capsys.readouterr().out
-    assert "9 of 11 records are left out" in caplog.text
+    assert "10 of 12 records are left out" in caplog.text
     for lines, message in (([], "has no records"), (["[", "]"], "is a JSON array")):
         assert prepare(tmp_path, lines) == 2
         assert message in capsys.readouterr().err
@@ -231,6 +236,39 @@ def test_options_without_effect_on_chats_are_refused():
         DataConfig(sft=True, data_path=("x",), eod_mask_loss=True)
     with pytest.raises(ValueError, match="as it reads prepared chats"):
         DataConfig(sft=True, mock_data=True)
+
+
+PARTS = [{"type": "text", "text": "Two and "}, {"type": "text", "text": "two?"}]
+QUESTION = [
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "chat"),
+    [
+        ({"messages": QUESTION}, QUESTION),
+        (
+            {"messages": [{"role": "user", "content": PARTS}, QUESTION[1]]},
+            QUESTION,
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Two and two?"},
+                               {"from": "gpt", "value": "Four."}], "system": "Count."},
+            [{"role": "system", "content": "Count."}, *QUESTION],
+        ),
+        ({"instruction": "Two and two?", "input": "", "output": "Four."}, QUESTION),
+        (
+            {"instruction": "Add.", "input": "2, 2", "output": "Four."},
+            [{"role": "user", "content": "Add.\n\n2, 2"}, QUESTION[1]],
+        ),
+        ({"prompt": "Two and two?", "completion": "Four."}, QUESTION),
+        ({"prompt": QUESTION[:1], "completion": QUESTION[1:]}, QUESTION),
+    ],
+)  # fmt: skip
+def test_chats_of_published_forms_are_read(record, chat):
+    assert messages_of(record, "messages") == chat
 
 
 MARKED = (

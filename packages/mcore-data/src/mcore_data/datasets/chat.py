@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mcore_data.datasets.chat_records import OnBadRecord, checked_messages, encode_records
+from mcore_data.datasets.chat_records import OnBadRecord, encode_records, messages_of
 from mcore_data.datasets.packing import PackedDataset, TooLong
 from mcore_data.indexed.index_format import token_dtype
 from mcore_data.indexed.output_lock import make_parent_folder
@@ -292,12 +292,7 @@ def _encode_record(
     record: Mapping[str, Any], json_key: str, tokenizer: Tokenizer, render: Render
 ) -> tuple[list[int], list[int]]:
     """Check a record and encode its chat; a template that drops tools or calls is refused."""
-    if json_key not in record:
-        raise ValueError(
-            f"no key {json_key!r} (keys: {', '.join(record) or 'none'}); --json-key names the "
-            "key of the list of messages"
-        )
-    messages = checked_messages(record[json_key], json_key)
+    messages = messages_of(record, json_key)
     tools = record.get("tools") or None
     check_template_writes(messages, render, tools)
     tokens, learnt = encode_chat(messages, tokenizer, render, tools)

@@ -27,6 +27,7 @@ def encode_records(
     path: str | Path,
     encode: Callable[[dict[str, Any]], T],
     on_bad_record: OnBadRecord = "refuse",
+    flag: str = "--input",
 ) -> Iterator[T]:
     """Yield ``encode(record)`` for each record of a JSONL file; blank lines are passed over.
 
@@ -34,13 +35,14 @@ def encode_records(
         path: the file.
         encode: computes the result of one record; raises ``ValueError`` for a bad one.
         on_bad_record: raise after the last line, or leave bad records out with a warning.
+        flag: option that names the file, for errors.
 
     Raises:
         FileNotFoundError: if the file does not exist.
         ValueError: with the first ten faults and their lines, or if there is no good record.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
+        raise FileNotFoundError(f"{flag} {path} is not a file.")
     faults: list[str] = []
     num_records = num_bad = 0
     with Path(path).open("rb") as file:
@@ -49,7 +51,7 @@ def encode_records(
                 continue
             if num_records == 0 and line.lstrip().startswith(b"["):
                 raise ValueError(
-                    f"--input {path} is a JSON array: write one object on each line (JSONL)."
+                    f"{flag} {path} is a JSON array: write one object on each line (JSONL)."
                 )
             num_records += 1
             try:
@@ -62,7 +64,7 @@ def encode_records(
             if not num_bad or on_bad_record == "skip":
                 yield result
     if not num_records:
-        raise ValueError(f"--input {path} has no records: write one JSON object on each line.")
+        raise ValueError(f"{flag} {path} has no records: write one JSON object on each line.")
     if not num_bad:
         return
     if num_bad > _MAX_SHOWN:
@@ -71,9 +73,60 @@ def encode_records(
     if num_bad == num_records:
         raise ValueError("\n".join([f"{text} cannot be used:", *faults]))
     if on_bad_record == "refuse":
-        hint = "Change these lines, or leave them out with --on-bad-record skip."
-        raise ValueError("\n".join([f"{text} cannot be used:", *faults, hint]))
+        if flag == "--input":
+            faults.append("Change these lines, or leave them out with --on-bad-record skip.")
+        raise ValueError("\n".join([f"{text} cannot be used:", *faults]))
     log.warning("%s", "\n".join([f"{text} are left out:", *faults]))
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool"}
+"""ShareGPT's names of roles that differ from the usual ones."""
+
+
+def messages_of(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the checked messages of a record of any form that published datasets have.
+
+    A record has messages under ``key``; or ``conversations`` with from and value (ShareGPT),
+    ``instruction``, ``input`` and ``output`` (Alpaca), or ``prompt`` and ``completion``.
+
+    Raises:
+        ValueError: for another form, or wrong messages.
+    """
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    if key in record:
+        return checked_messages(record[key], key)
+    if "conversations" in record:
+        turns = record["conversations"]
+        if isinstance(turns, list):
+            turns = [*system, *map(_from_sharegpt, turns)]
+        return checked_messages(turns, "conversations")
+    if "instruction" in record and "output" in record:
+        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        return checked_messages([*system, *_ask(question, record["output"])], "instruction")
+    if "prompt" in record and "completion" in record:
+        prompt, answer = record["prompt"], record["completion"]
+        if isinstance(prompt, list) != isinstance(answer, list):
+            raise ValueError(
+                "of prompt and completion one is a text: give both as texts or lists"
+            )
+        turns = [*prompt, *answer] if isinstance(prompt, list) else _ask(prompt, answer)
+        return checked_messages([*system, *turns], "prompt")
+    raise ValueError(
+        f"no key {key!r} (keys: {', '.join(record) or 'none'}); --json-key names the key of "
+        "the list of messages"
+    )
+
+
+def _ask(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _from_sharegpt(turn: Any) -> Any:
+    """Return a turn with role and content; one that has other keys is left as it is."""
+    if not isinstance(turn, Mapping) or "from" not in turn or "role" in turn:
+        return turn
+    role = turn["from"]
+    return {"role": _ROLES.get(role, role), "content": turn.get("value")}
 
 
 def checked_messages(messages: object, name: str) -> list[dict[str, Any]]:
