@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
@@ -356,24 +356,33 @@ def prepare_chats(
     tokenizer: TokenizerConfig,
     chat_template: str = "",
     json_key: str = "messages",
+    on_bad_record: Literal["refuse", "skip"] = "refuse",
 ) -> int:
     """Tokenize chats for mcore-train --sft, and mark the assistant's tokens.
 
     Args:
-        input: JSONL file; each line has a list of messages with role and content.
+        input: JSONL file; each line has a list of messages with role and content, and the tools
+            of its chat, if any.
         output_prefix: prefix of the two outputs, <output-prefix>_tokens and
             <output-prefix>_learnt.
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
         json_key: key of a line's list of messages.
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
+            the first ten are named.
     """
     from mcore_data.datasets.chat import prepare_chats as prepare
-    from mcore_data.datasets.chat import read_chats
     from mcore_data.tokenizers.building import build_tokenizer
 
     template = file_text("--chat-template", chat_template)
-    chats = read_chats(input, json_key)
-    report = prepare(chats, output_prefix, build_tokenizer(tokenizer), template)
+    report = prepare(
+        input,
+        output_prefix,
+        build_tokenizer(tokenizer),
+        template,
+        json_key=json_key,
+        on_bad_record=on_bad_record,
+    )
     print(
         f"{output_prefix}: {report.num_chats:,} chats, {report.num_tokens:,} tokens, "
         f"{report.num_learnt:,} of them to be learnt"
@@ -386,6 +395,7 @@ def prepare_preferences(
     output_prefix: str,
     tokenizer: TokenizerConfig,
     chat_template: str = "",
+    on_bad_record: Literal["refuse", "skip"] = "refuse",
 ) -> int:
     """Tokenize pairs of a chosen and a rejected answer for mcore-train --objective dpo.
 
@@ -396,14 +406,15 @@ def prepare_preferences(
             <output-prefix>_learnt.
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
+            the first ten are named.
     """
     from mcore_data.datasets.preferences import prepare_preferences as prepare
-    from mcore_data.datasets.preferences import read_preferences
     from mcore_data.tokenizers.building import build_tokenizer
 
     template = file_text("--chat-template", chat_template)
     built = build_tokenizer(tokenizer)
-    report = prepare(read_preferences(input), output_prefix, built, template)
+    report = prepare(input, output_prefix, built, template, on_bad_record=on_bad_record)
     print(
         f"{output_prefix}: {report.num_pairs:,} pairs, {report.num_tokens:,} tokens, "
         f"{report.num_answer_tokens:,} of them in answers"

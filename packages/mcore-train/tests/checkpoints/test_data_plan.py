@@ -387,7 +387,9 @@ def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):
         ]
         for number in range(20)
     ]
-    prepare_chats(chats, tmp_path / "chats", load_tokenizer("ByteTokenizer"))
+    lines = (json.dumps({"messages": chat}) for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    prepare_chats(tmp_path / "chats.jsonl", tmp_path / "chats", load_tokenizer("ByteTokenizer"))
     run = build(
         sft=True,
         data_path=[str(tmp_path / "chats")],

@@ -96,7 +96,8 @@ def start(flags, world_size=1):
 def folder(tmp_path_factory):
     """A reference, a deeper and wider teacher, and stored pairs."""
     folder = tmp_path_factory.mktemp("objectives")
-    prepare_preferences(PAIRS, folder / "pairs", ByteTokenizer())
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    prepare_preferences(folder / "pairs.jsonl", folder / "pairs", ByteTokenizer())
     (folder / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "abc", "wish": 2}\n')
     (folder / "rewards.py").write_text(REWARD)
     for name, flags in (("reference", {**BASE, "seed": 5}), ("teacher", TEACHER)):
