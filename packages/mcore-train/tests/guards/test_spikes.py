@@ -48,7 +48,7 @@ GIVEN = {"iterations_to_skip": tuple(step - 1 for step in BAD_STEPS)}
 class BadDocuments:
     """Training samples, of which those of some steps hold text of another kind."""
 
-    def __init__(self, samples, steps):
+    def __init__(self, samples, steps=BAD_STEPS):
         self.samples, self.steps = samples, steps
         self.sequences, self.document_ids = samples.sequences, samples.document_ids
 
@@ -62,11 +62,11 @@ class BadDocuments:
         return sample
 
 
-def build(world_size=1, bad_steps=BAD_STEPS, **changes):
+def build(world_size=1, **changes):
     """A run over the planted documents, with its checkpoint loaded."""
     config = compose({**TINY, **changes})
     run = assemble(resolve(config, world_size), ParallelContext.build(config.parallelism))
-    samples = BadDocuments(run.datasets.train, bad_steps)
+    samples = BadDocuments(run.datasets.train)
     return load_run(replace(run, datasets=replace(run.datasets, train=samples)))
 
 
@@ -165,10 +165,10 @@ def test_a_rewind_without_an_earlier_checkpoint_is_an_error(tmp_path):
 
 
 def same_on_ranks(layout):
-    layout = layout | {"train_iters": 13, "bad_steps": (11, 12)}
-    skipped, _ = trained(None, 4, **SKIP | {"spike_window": 8}, **layout)
-    assert skipped.progress.schedule_samples == 4 * (13 - 2)
-    given, _ = trained(None, 4, iterations_to_skip=(10, 11), **layout)
+    layout = layout | {"train_iters": 24}
+    skipped, _ = trained(None, 4, **SKIP, **layout)
+    assert skipped.progress.schedule_samples == 4 * (24 - 2)
+    given, _ = trained(None, 4, **GIVEN, **layout)
     return state(skipped) == state(given)
 
 
