@@ -25,6 +25,10 @@ ROOT = Path(__file__).parent
 PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
     "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
+    "engines": (
+        "import datatrove, ray.data",
+        ["packages/mcore-data/tests/preprocessing/test_executors.py"],
+    ),
     "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
     # Needs a Chromium too: the system's, or `playwright install chromium`.
     "browser": (

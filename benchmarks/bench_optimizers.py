@@ -47,13 +47,15 @@ ADAM = "--adam-beta2 0.95 --weight-decay 0.1"
 MUON = f"--optimizer muon --muon-momentum 0.95 --muon-nesterov {ADAM}"
 CASES = {
     "adam": f"--optimizer adam {ADAM}",
+    "adam-masked": f"--optimizer adam {ADAM} --spike-policy skip",
     "muon": f"{MUON} --muon-extra-scale-factor 0.2",
     "normuon": f"{MUON} --muon-moment2-method normuon",
     "adamuon": f"{MUON} --muon-moment2-method adamuon",
     "soap": f"--optimizer soap {ADAM}",
     "lion": "--optimizer lion --weight-decay 1.0 --lr 1e-4 --min-lr 1e-5",
 }
-"""Flags of each optimizer; the learning rate is the common one, but Lion's is a tenth."""
+"""Flags of each optimizer; the learning rate is the common one, but Lion's is a tenth. Masked
+cases time updates that read from the device whether they are applied, as every step is."""
 TIMED = """--recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data
     --train-iters 60 --lr 1e-4 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather"""
@@ -137,8 +139,11 @@ def time_one(plan: Plan, ctx: ParallelContext, options: argparse.Namespace) -> d
     for unit in engine.units:
         unit.own_grads().normal_(std=1e-3)
 
+    has_policy = plan.config.spikes.spike_policy != "none"
+    is_applied = torch.tensor(True, device=ctx.device) if has_policy else None
+
     def update(_: int) -> None:
-        run.optimizer.step(1e-5, 0.1)
+        run.optimizer.step(1e-5, 0.1, is_applied=is_applied)
 
     clock = time_steps if is_gpu else _time_on_processor
     times = clock(update, options.warmup, options.steps)

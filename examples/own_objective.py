@@ -8,7 +8,7 @@ docs/objectives.md describes the methods. Reference of the loss: Lin et al. 2017
 Dense Object Detection, eq. 4. arXiv:1708.02002.
 """
 
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK
+from mcore_models.protocol import LM_LOSS, LOSS_MASK
 from mcore_train.objectives.objective import Objective, token_log_probs
 
 GAMMA = 2.0
@@ -28,6 +28,6 @@ class FocalLoss(Objective):
 
     def unreduced_losses(self, output, batch):
         """Return both losses of every token, [B, S]."""
-        log_probs = token_log_probs(self.model, output, batch[LABELS])
+        log_probs = token_log_probs(self.model, output, batch)
         focal = -((1 - log_probs.exp()) ** GAMMA) * log_probs
         return {"focal loss": focal, LM_LOSS: -log_probs.detach()}

@@ -149,3 +149,31 @@ def test_the_70b_script_trains_its_model_made_small_under_sbatch(cluster, tmp_pa
     )
     cluster.wait("COMPLETED", 300, done.stdout.strip())
     assert "iteration        2/       2" in (tmp_path / "out").read_text()
+
+
+def test_an_array_writes_a_corpus_over_a_lost_host_and_is_submitted_again(cluster, tmp_path):
+    lines = (json.dumps({"text": f"number {i} " * (i % 300)}) + "\n" for i in range(40_000))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+
+    def data(*words, wait=True):
+        command = [sys.executable, "-m", "mcore_data", *map(str, words)]
+        process = subprocess.Popen(command, cwd=tmp_path, env=cluster.environment)
+        if wait:
+            assert process.wait() == 0
+        return process
+
+    job = ("--input", "a.jsonl", "--tokenizer-type", "ByteTokenizer", "--append-eod")
+    data("preprocess", *job, "--output-prefix", "whole")
+    data("plan", *job, "--output-prefix", "c", "--unit-size", "3MB")
+    arrays = ("--executor", "slurm", "--num-tasks", 4, "--submit-jobs", "--wait")
+    launched = data("launch", "--plan", "c.plan.json", *arrays, wait=False)
+    units = tmp_path / "c.units"
+    while not list(units.glob("*.manifest.json")):
+        time.sleep(0.1)
+    cluster.lose_host("n2")
+    cluster.start_daemon("n2")
+    assert launched.wait() == 0
+    data("merge", "--plan", "c.plan.json", "--physical")
+    for kind in ("bin", "idx"):
+        whole = (tmp_path / f"whole_text_document.{kind}").read_bytes()
+        assert (tmp_path / f"c_text_document.{kind}").read_bytes() == whole

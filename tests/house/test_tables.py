@@ -43,6 +43,8 @@ OTHER_PARITY = {
     "t5": "tests/parity/test_t5.py",
     "bert": "tests/parity/test_bert.py",
     "megatron-bert": "tests/parity/test_bert.py",
+    "roberta": "tests/parity/test_bert.py",
+    "xlm-roberta": "tests/parity/test_bert.py",
 }
 """Families that are compared with transformers in a file of their own."""
 

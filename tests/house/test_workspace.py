@@ -36,6 +36,7 @@ GROUPS = {
     "build": {"build"},
     "lts": set(),
     "s3": {"moto", "s3fs", "pytest"},
+    "engines": {"datatrove", "ray", "pytest"},
     "lm-eval": {"lm-eval", "pytest"},
     "browser": {"playwright", "pytest"},
     "loaders": {"compressed-tensors", "nvidia-modelopt", "pytest"},

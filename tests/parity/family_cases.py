@@ -119,7 +119,7 @@ CASES = {
             "tie_word_embeddings": False,
         }
         | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        | {"bos_token_id": 1, "eos_token_id": 2},
+        | {"bos_token_id": 1, "eos_token_id": 2, "activation_function": "relu"},
     ),
     "gemma2": ("Gemma2", {**ODD, **HEADS, "sliding_window": 5, "attn_logit_softcapping": 0.5}),
     "gemma3_text": (
@@ -211,6 +211,34 @@ CASES = {
         {**ODD, **HEADS, "max_position_embeddings": 32}
         | rope(**{**YARN, "original_max_position_embeddings": 8}, llama_4_scaling_beta=0.3),
     ),
+    "llama gated by gelu": ("Llama", {**ODD, **HEADS, "hidden_act": "gelu_pytorch_tanh"}),
+    "nanochat": ("NanoChat", {**ODD, **EVEN}),
+    "olmo": ("Olmo", {**ODD, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "opt": (
+        "OPT",
+        {**ODD, "ffn_dim": 26, "word_embed_proj_dim": 20, "num_attention_heads": 4}
+        | {"dropout": 0.0, "intermediate_size": None},
+    ),
+    "opt without biases and weights of norms": (
+        "OPT",
+        {**ODD, "ffn_dim": 26, "word_embed_proj_dim": 20, "num_attention_heads": 5}
+        | {"dropout": 0.0, "intermediate_size": None, "enable_bias": False}
+        | {"layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+    ),
+    "falcon with two norms": (
+        "Falcon",
+        {**ODD, "hidden_size": 24, "num_attention_heads": 6, "num_kv_heads": 2}
+        | {"new_decoder_architecture": True, "intermediate_size": None, "ffn_hidden_size": 26}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon with one key": (
+        "Falcon",
+        {**ODD, "num_attention_heads": 5, "intermediate_size": None, "bias": True},
+    ),
+    "phi": (
+        "Phi",
+        {**ODD, **EVEN, "num_key_value_heads": 1, **rope(partial_rotary_factor=0.4)},
+    ),
     "seed_oss": (
         "SeedOss",
         {**ODD, **HEADS, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
@@ -246,7 +274,7 @@ CASES = {
         "Dots1",
         {**ODD_MOE, **HEADS, "first_k_dense_replace": 1, "n_shared_experts": 2}
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-        | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2},
+        | {"norm_topk_prob": False, "sliding_window": 5, "max_window_layers": 2},
     ),
     "olmoe": ("Olmoe", {**ODD_MOE, **EVEN, "num_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
@@ -368,6 +396,12 @@ SEEING = {
         ODD | HEADS | {"sliding_window": 5, "tie_word_embeddings": False},
         {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
         | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+    ),
+    "Mistral3": (
+        ODD | HEADS | {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8}
+        | {"num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+        | {"head_dim": 4},
     ),
 }
 """Text and vision configs of models that see; ``tie_word_embeddings`` of a text config is not

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from parity.hf_twins import largest_gradient_error, ours_of
+from safetensors.torch import load_file
 from warm_ranks import run_ranks
 
-from mcore_ckpt.conversion.conversion import convert
+from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
 from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_models.protocol import MicroBatch
@@ -35,10 +36,13 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", ["Bert", "MegatronBert"])
-def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("Bert", "gelu"), ("Bert", "gelu_new"), ("MegatronBert", "gelu")],
+)
+def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name, activation):
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**SIZES)
+    config = getattr(transformers, f"{name}Config")(**SIZES, hidden_act=activation)
     theirs = getattr(transformers, f"{name}ForPreTraining")(config).double().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -85,6 +89,41 @@ def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name):
     total.backward()
     error, where = largest_gradient_error(model, theirs, tmp_path / "gradients")
     assert error < TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", ["Roberta", "XLMRoberta"])
+def test_masked_tokens_of_a_roberta_are_those_of_transformers(tmp_path, name):
+    torch.manual_seed(1)
+    own = {"pad_token_id": 1, "type_vocab_size": 1}
+    config = getattr(transformers, f"{name}Config")(**SIZES | own)
+    theirs = getattr(transformers, f"{name}ForMaskedLM")(config).double().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "weights")
+    model = ours_of(tmp_path / "weights")
+    ids, padding = torch.randint(2, 53, (3, 10)), torch.ones(3, 10, dtype=torch.int64)
+    ids[1, 6:], padding[1, 6:] = 1, 0
+    labels = torch.where((torch.rand(3, 10) < 0.4) & (padding > 0), ids.roll(1, 0), -100)
+    found = theirs(ids, attention_mask=padding, labels=labels)
+    found.loss.backward()
+    mask = (labels >= 0).double()
+    entries = {"text": ids, "types": torch.zeros_like(ids), "labels": labels.clamp(min=-1)}
+    batch = MicroBatch(model.prepare(entries | {"loss_mask": mask, "padding_mask": padding}))
+    hidden, _ = model.run_stage(batch, None)
+    logits = model.logits(hidden).transpose(0, 1)[..., :53]  # [S, B, V] -> [B, S, V]
+    is_token = padding > 0  # positions of padding differ, and nothing reads them
+    torch.testing.assert_close(logits[is_token], found.logits[is_token], rtol=0, atol=TOLERANCE)
+    losses = model.losses(hidden, batch, {"lm loss": mask / mask.sum()})
+    sum(losses.values()).backward()
+    error, where = largest_gradient_error(model, theirs, tmp_path / "gradients")
+    assert error < TOLERANCE, where
+    hf_to_mcore(tmp_path / "weights", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    folders = tmp_path / "weights", tmp_path / "again"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 FLAGS = {

@@ -54,7 +54,10 @@ MODELS = {
         {"q_lora_rank": 8, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
     ),
     "v3": ("DeepseekV3", {"q_lora_rank": 8, "rope_parameters": YARN}),
-    "v3, rotated by halves": ("DeepseekV3", {"q_lora_rank": 8, "rope_interleave": False}),
+    "v3, rotated by halves": (
+        "DeepseekV3",
+        {"q_lora_rank": 8, "rope_interleave": False, "norm_topk_prob": False},
+    ),
 }
 
 

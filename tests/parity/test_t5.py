@@ -48,9 +48,10 @@ SIZES = {
     "form",
     [
         {"feed_forward_proj": "relu"},
+        {"feed_forward_proj": "gated-relu"},
         {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ],
-    ids=["1.0", "1.1"],
+    ids=["1.0", "gated by ReLU", "1.1"],
 )
 def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, form):
     torch.manual_seed(2)

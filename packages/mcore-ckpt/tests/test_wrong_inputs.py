@@ -281,9 +281,27 @@ WRONG = {
     "another format to verify": (None, "verify hf", 2, "convert hf-to-mcore makes one of it"),
     "another format to average": (
         None,
-        "average hf mcore --output out",
+        "average mcore hf --output out",
         2,
         "hf is a checkpoint in the format hf",
+    ),
+    "a method without its base": (
+        None,
+        "merge hf hf --method ties --output out",
+        2,
+        "--method ties needs --base",
+    ),
+    "an arc between three models": (
+        None,
+        "merge hf hf hf --method slerp --output out",
+        2,
+        "give 2, not 3",
+    ),
+    "factors for other models": (
+        None,
+        "merge hf hf --weights 1 --output out",
+        2,
+        "--weights has 1 numbers for 2 checkpoints",
     ),
     "a file without its index": (
         delete("mcore/release/index.json"),

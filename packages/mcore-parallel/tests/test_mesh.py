@@ -157,6 +157,23 @@ def test_destroy_leaves_no_group_behind_and_may_be_repeated():
         assert not left
 
 
+def sums_of_rebuilt_grids():
+    """Ranks 1 and 2 build again and again; rank 2 is in one group more than rank 1."""
+    rank, sums = dist.get_rank(), []
+    other = ParallelContext.build(ParallelConfig(), ranks=(0, 2)) if rank != 1 else None
+    for _ in range(3 if rank else 0):
+        ctx = ParallelContext.build(ParallelConfig(distributed_timeout_minutes=1), ranks=(1, 2))
+        sums.append(all_reduce(torch.tensor([2.0**rank]), ctx.world).item())
+        ctx.destroy()
+    if other is not None:
+        other.destroy()
+    return sums
+
+
+def test_a_grid_over_some_ranks_is_built_again_after_it_was_destroyed():
+    assert run_ranks(sums_of_rebuilt_grids, 3) == [[], [6.0] * 3, [6.0] * 3]
+
+
 def seconds_until_all_are_built(late_by_s):
     if dist.get_rank() == 1:
         make = dist.new_group

@@ -106,6 +106,59 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
     assert torch.equal(fused[4], fused[0].to(parameter))
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [100, 4097, 10_000_000])
+def test_a_flag_on_the_device_masks_the_update_of_kernel_and_reference(
+    size, parameter, moments
+):
+    torch.manual_seed(0)
+    main, grad, mean = (torch.randn(size, device="cuda") for _ in range(3))
+    before = [main, grad, mean.to(moments), mean.square().to(moments), main.to(parameter)]
+    options = {"num_steps": 2, "lr": 1e-2, "weight_decay": 0.1, "grad_scale": 0.5}
+    options |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
+    found = {}
+    for name, update in (("kernel", adamw_update.launch), ("plain", adamw_update.reference)):
+        for flag in (None, True, False):
+            tensors = [tensor.clone() for tensor in before]
+            if parameter == torch.float32:
+                tensors[4] = tensors[0]
+            is_applied = None if flag is None else torch.tensor(flag, device="cuda")
+            update(*tensors, is_applied=is_applied, **options)
+            found[name, flag] = tensors
+        assert not torch.equal(found[name, None][0], main)
+        assert all(
+            torch.equal(*p) for p in zip(found[name, True], found[name, None], strict=True)
+        )
+        assert all(torch.equal(*p) for p in zip(found[name, False], before, strict=True))
+    for got, want in zip(found["kernel", True], found["plain", True], strict=True):
+        # A difference in the last bit of float32 may turn one rounding to 16 bits.
+        assert error(got, want) < (1e-6 if got.dtype == torch.float32 else 1e-2)
+
+
+def test_masked_steps_make_no_host_sync_and_no_copies():
+    layer = torch.nn.Linear(1024, 1024).bfloat16().cuda()
+    data_parallel = DataParallel([layer], ParallelContext.single("cuda"), DataParallelConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
+    data_parallel.zero_grad()
+    data_parallel.finish()
+    for unit in data_parallel.units:
+        unit.own_grads().fill_(1e-3)
+    flags = [torch.tensor(flag, device="cuda") for flag in (True, False)]
+    optimizer.step(1e-3, 0.1, is_applied=flags[0])  # compiles
+    before, used = layer.weight.clone(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(1e-3, 0.1, is_applied=flags[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(layer.weight, before)
+    assert torch.cuda.max_memory_allocated() < used + (1 << 20)
+    optimizer.step(1e-2, 0.1, is_applied=flags[0])
+    assert not torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize("size", [1, 4097, 10_000_000])
 def test_the_rounding_kernel_has_the_bits_of_plain_torch(size):
     wide = torch.randn(size, device="cuda")

@@ -135,7 +135,7 @@ class FileLock:
         Raises:
             LockHeldError: if it was taken over, or is gone.
         """
-        found = self._read()
+        found = self.read()
         if found is None or found[0].token != Holder.current().token:
             raise LockHeldError(
                 f"the lock of {self.path.parent} was lost: "
@@ -148,7 +148,7 @@ class FileLock:
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            found = self._read()
+            found = self.read()
             if found is not None and found[0].token == Holder.current().token:
                 self.path.unlink(missing_ok=True)
 
@@ -185,7 +185,7 @@ class FileLock:
             ticket.unlink(missing_ok=True)
         return True
 
-    def _read(self) -> tuple[Holder, float] | None:
+    def read(self) -> tuple[Holder, float] | None:
         """Return the holder and when its file changed, by a clock not to be trusted."""
         try:
             with self.path.open() as file:  # NFS asks the server when a file is opened
@@ -219,7 +219,7 @@ class FileLock:
 
     def _dead_holder(self) -> Holder | None:
         """Return the holder, dead or this process; None if the lock is gone meanwhile."""
-        first = found = self._read()
+        first = found = self.read()
         started_s = time.monotonic()
         is_told = False
         while found is not None and first is not None:
@@ -237,19 +237,24 @@ class FileLock:
                 )
                 is_told = True
             time.sleep(min(_POLL_S, self._silent_s / 4))
-            found = self._read()
+            found = self.read()
         return None
 
     def _beat(self, stop: threading.Event) -> None:
         token = Holder.current().token
         while not stop.wait(BEAT_S):
             try:
-                found = self._read()
+                found = self.read()
                 if found is None or found[0].token != token:
                     return
                 self._touch()
             except OSError as error:  # A file server that is away for a moment comes back.
                 log.warning("cannot touch %s: %s", self.path, error)
+
+
+def lock_at(path: Path, silent_s: float = SILENT_S) -> FileLock:
+    """Return the lock of a path on a disk or in an object store."""
+    return (StoreLock if isinstance(path, StorePath) else FileLock)(path, silent_s=silent_s)
 
 
 class StoreLock(FileLock):
@@ -258,15 +263,23 @@ class StoreLock(FileLock):
     path: StorePath
 
     def _create(self, content: str) -> bool:
-        # No exclusive creation exists that all stores have: of two writers that both find no
-        # lock, the one whose content remains holds it.
+        # A conditional put, where the store has one. Elsewhere, of two writers that both find
+        # no lock, the one whose content remains holds it.
         if self.path.is_file():
             return False
-        self.path.write_whole(content.encode())
-        found = self._read()
+        try:
+            self.path.system.pipe_file(self.path.key, content.encode(), mode="create")
+        except OSError:  # of which kind it is when the object exists, differs between stores
+            if self.path.is_file():
+                return False
+            raise
+        except (TypeError, NotImplementedError):
+            self.path.write_whole(content.encode())
+        found = self.read()
         return found is not None and found[0] == Holder.parse(content)
 
-    def _read(self) -> tuple[Holder, float] | None:
+    def read(self) -> tuple[Holder, float] | None:
+        """Return the holder and when its object was written."""
         try:
             return Holder.parse(self.path.read_text()), self.path.modified_s()
         except FileNotFoundError:
@@ -276,7 +289,7 @@ class StoreLock(FileLock):
         self.path.write_whole(self.path.read_bytes())
 
     def _take_away(self, holder: Holder) -> None:
-        found = self._read()
+        found = self.read()
         if found is not None and found[0] == holder:
             self.path.unlink(missing_ok=True)
 

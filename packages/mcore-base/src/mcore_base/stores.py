@@ -114,6 +114,15 @@ class StorePath(PosixPath):
         """Return the size of an object as ``st_size``."""
         return SimpleNamespace(st_size=self.system.size(self.key))
 
+    def list_sizes(self) -> dict[str, int]:
+        """Names below this one, with sizes, asked of the store now."""
+        system = self.system
+        system.invalidate_cache()
+        start = len(self.key.rstrip("/")) + 1
+        found = system.find(self.key, detail=True) if system.isdir(self.key) else {}
+        system.invalidate_cache()
+        return {name[start:]: int(info["size"]) for name, info in found.items()}
+
     def modified_s(self) -> float:
         """Return when an object was written, in seconds since 1970."""
         return self.system.modified(self.key).timestamp()

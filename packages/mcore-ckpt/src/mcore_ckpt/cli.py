@@ -13,7 +13,7 @@ from mcore_base.command_line import parse
 from mcore_base.entry_point import run_program
 from mcore_base.options import Rule
 from mcore_base.terminal import ended_by_sigterm, progress_line, size_text
-from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
+from mcore_ckpt.conversion.options import ConvertOptions, MergeOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ examples:
   mcore-ckpt verify runs/llama
   mcore-ckpt reshard runs/llama --output runs/whole
   mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
+  mcore-ckpt merge math-tuned code-tuned --base Llama-3.2-1B --method ties --output merged
   mcore-ckpt upcycle runs/llama --output runs/experts --num-experts 8
 
 pages:
-  docs/checkpoints.md   convert inspect verify reshard average
+  docs/checkpoints.md   convert inspect verify reshard average merge
   docs/experts.md       upcycle"""
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
@@ -177,16 +178,36 @@ def reshard(folder: Path, /, *, output: Path, num_files: int = 1) -> int:
 
 
 def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
-    """Average the weights of several checkpoints of one model.
+    """Average the weights of several checkpoints of one model; merge has other methods.
 
     Args:
         folders: Run or step folders; of one alone, the average that its run kept (--ema-decay
-            or --optimizer schedule_free of mcore-train).
-        output: Run folder that gets the release.
+            or --optimizer schedule_free of mcore-train). Or checkpoints of any format, the
+            first one a Hugging Face folder.
+        output: Run folder that gets the release, or Hugging Face folder to make.
     """
+    from mcore_ckpt.conversion.inspection import find_format
+
+    if folders and find_format(folders[0])[0] == "hf":
+        return merge(folders, output=output, how=MergeOptions())
     from mcore_ckpt.conversion.resharding import average as mean
 
     print(mean(folders, output, on_progress=progress_line()))
+    return 0
+
+
+def merge(folders: tuple[Path, ...], /, *, output: Path, how: MergeOptions) -> int:
+    """Merge checkpoints of one model: a mean, an arc, or the sum of what tunings changed.
+
+    Args:
+        folders: Checkpoints of any format.
+        output: Hugging Face folder to make if the base, or else the first one, is one; or run
+            folder that gets the release.
+        how: method and factors.
+    """
+    from mcore_ckpt.conversion.merging import merge as run
+
+    print(run(folders, output, how, on_progress=progress_line()))
     return 0
 
 
@@ -278,5 +299,6 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "verify": ("read every byte and compare checksums", verify),
     "reshard": ("write the boxes of many ranks again as whole tensors", reshard),
     "average": ("the mean of several checkpoints' weights", average),
+    "merge": ("means, arcs, task arithmetic and TIES of several checkpoints", merge),
     "upcycle": ("a mixture of experts of a dense model", upcycle),
 }

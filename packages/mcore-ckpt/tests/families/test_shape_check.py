@@ -159,6 +159,13 @@ CONFIGS = {
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
+    **dict.fromkeys(("roberta", "xlm-roberta"), ROPE | MASKED | {"type_vocab_size": 1}),
+    **dict.fromkeys(("nanochat", "olmo", "phi"), ROPE | HEADS),
+    "opt": {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 37, "ffn_dim": 22}
+    | MASKED,
+    "falcon": {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 37}
+    | {"ffn_hidden_size": 22, "num_attention_heads": 6, "num_kv_heads": 2}
+    | {"new_decoder_architecture": True},
 }
 COUNTS = {
     "num_hidden_layers",
@@ -171,7 +178,7 @@ COUNTS = {
     *("moe_layer_start_index", "num_dense_layers"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
     *("mamba_expand", "rope_parameters", "layers_block_type", "num_mem_blocks"),
-    "use_shared_attention_adapter",
+    *("use_shared_attention_adapter", "new_decoder_architecture"),
 }
 """Say which weights there are: the check of names sees them."""
 
@@ -207,6 +214,9 @@ SHAPELESS = {
     ("gpt2", "n_head"),
     ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
+    ("roberta", "num_attention_heads"),
+    ("xlm-roberta", "num_attention_heads"),
+    ("opt", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),
 }
 """Numbers that no weight's shape depends on."""

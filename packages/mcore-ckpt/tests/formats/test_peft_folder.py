@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mcore_ckpt.cli import main
 from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.inspection import differences, rows
 from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
@@ -113,6 +114,49 @@ def test_a_folder_of_adapters_is_known_by_inspect_and_upcycle(case, tmp_path):
         assert upcycle(folder / "adapter", tmp_path / "up", experts).name == "release"
 
 
+def test_tensors_trained_as_a_whole_replace_the_base_with_rows_for_new_tokens(tmp_path):
+    config = transformers.LlamaConfig(**SIZES, **ROPE)
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(33)
+    saved = ["embed_tokens", "lm_head"]
+    model = adapted(base, ["q_proj", "o_proj"], r=2, lora_alpha=3, modules_to_save=saved)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the longer tables are saved
+        model.save_pretrained(tmp_path / "adapter")
+    convert("hf", tmp_path / "adapter", "hf", tmp_path / "merged")
+    merged = from_folder(tmp_path / "merged")
+    assert merged.config.vocab_size == 33
+    tokens = torch.arange(20).add(13).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="whole tensors besides adapters"):
+        held(tmp_path / "adapter")
+
+
+def test_several_adapters_are_merged_by_their_factors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(**SIZES, **ROPE)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    for rank, name in enumerate(("one", "two"), 1):
+        base = transformers.AutoModelForCausalLM.from_pretrained("base")
+        adapted(base, ["q_proj", "down_proj"], r=rank).save_pretrained(name)
+        convert("hf", name, "hf", f"merged_{name}")
+    words = "merge one two --base base --method task_arithmetic --weights 0.5 2 --output all"
+    assert main(words.split()) == 0
+    base, one, two, found = (
+        load_file(f"{folder}/model.safetensors")
+        for folder in ("base", "merged_one", "merged_two", "all")
+    )
+    for name, tensor in found.items():
+        changes = 0.5 * (one[name] - base[name]) + 2 * (two[name] - base[name])
+        torch.testing.assert_close(tensor, base[name] + changes)
+
+
 def test_our_adapters_go_to_the_library_and_come_back(case):
     import peft  # only here, for it loads half of transformers
 
@@ -156,7 +200,7 @@ def test_targets_are_named_by_what_all_layers_share(tmp_path):
     [
         ({"peft_type": "IA3"}, "of the kind IA3: only LORA is read"),
         ({"bias": "all"}, r"has trained biases \(bias\)"),
-        ({"modules_to_save": ["lm_head"]}, "has whole modules that were trained"),
+        ({"target_parameters": ["mlp.up_proj"]}, "has adapters of stacked experts"),
         ({"init_lora_weights": "pissa"}, "which changed the base too"),
         (
             {"base_model_name_or_path": "meta/llama"},
@@ -185,7 +229,7 @@ def test_tensors_that_are_no_adapters_are_refused(tmp_path):
     strange = {first.replace("q_proj", "z_proj"): tensors[first]}
     cases = [
         (
-            tensors | {"base_model.model.lm_head.weight": torch.zeros(2)},
+            tensors | {"base_model.model.lm_head.other": torch.zeros(2)},
             "no matrix or magnitude",
         ),
         ({first: tensors[first]}, "holds half of the adapter"),
@@ -193,7 +237,7 @@ def test_tensors_that_are_no_adapters_are_refused(tmp_path):
             strange | {n.replace("_A", "_B"): t.clone() for n, t in strange.items()},
             "has an adapter of",
         ),
-        ({}, "is empty"),
+        ({}, "holds no adapters"),
     ]
     for changed, message in cases:
         save_file(changed, file)

@@ -11,7 +11,7 @@ from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
 from mcore_base.options import Rule, rules
 from mcore_base.terminal import parse_size
-from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
+from mcore_data.config import DataConfig, LaunchConfig, PreprocessConfig, TokenizerConfig
 
 # Ignored options of Megatron: the order of documents, which this one asks for, is always kept.
 _IGNORED = ("--keep-sequential-samples",)
@@ -124,7 +124,7 @@ def _preprocess_plan(
     from mcore_data.preprocessing.plan_worker import work_on_plan
     from mcore_data.preprocessing.work_plan import options_given, read_plan
 
-    of_worker = ("plan", "workers", "on_bad_record", "claim_timeout_s")
+    of_worker = ("plan", "workers", "on_bad_record", "scratch_path", "claim_timeout_s")
     names = [each.name for each in fields(job) if each.name not in of_worker]
     given = options_given(job, names)
     given += options_given(tokenizer, [each.name for each in fields(tokenizer)])
@@ -139,6 +139,7 @@ def _preprocess_plan(
             plan,
             workers=job.workers,
             on_bad_record=job.on_bad_record,
+            scratch_path=job.scratch_path,
             claim_timeout_s=job.claim_timeout_s,
             on_progress=advance,
         )
@@ -168,8 +169,35 @@ def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1G
 
     made = make_plan(job, tokenizer, parse_size(unit_size, "--unit-size"))
     num_bytes = sum(unit.num_bytes for unit in made.units)
-    print(f"{made.path}: {len(made.units)} units, {num_bytes:,} bytes")
+    print(f"{made.address}: {len(made.units)} units, {num_bytes:,} bytes")
     return 0
+
+
+def launch(plan: str, launch: LaunchConfig, scratch_path: str = "") -> int:
+    """Start workers of a plan on this machine, as Slurm array jobs or as Ray tasks.
+
+    Args:
+        plan: <output-prefix>.plan.json of mcore-data plan.
+        launch: where and how the workers run.
+        scratch_path: local folder for files that are being written, for a plan in an object
+            store.
+    """
+    from mcore_data.preprocessing.executors import run_local, run_ray, run_slurm
+    from mcore_data.preprocessing.work_plan import describe_status, read_plan, status_of
+
+    made = read_plan(plan)
+    if launch.executor == "slurm":
+        lines = run_slurm(made, launch, scratch_path)
+        print("\n".join(f"job {line}" if launch.submit_jobs else line for line in lines))
+        if not launch.wait:
+            return 0
+    elif launch.executor == "ray":
+        run_ray(made, launch, scratch_path)
+    else:
+        run_local(made, launch, scratch_path)
+    found = status_of(made)
+    print("\n".join(describe_status(made, found)))
+    return int(len(found.done) < found.num_units)
 
 
 def status(plan: str) -> int:
@@ -192,6 +220,8 @@ def merge(
     allow_missing: bool = False,
     plan: Annotated[str, _PAIRS_OR_PLAN] = "",
     physical: bool = False,
+    scratch_path: str = "",
+    workers: Annotated[int, rules(minimum=1)] = 1,
 ) -> int:
     """Join .bin/.idx pairs into one, or the units of a plan into one dataset.
 
@@ -208,13 +238,21 @@ def merge(
         plan: join all units of this plan instead, at the plan's output prefix, as a logical
             dataset: an index and a manifest, whose tokens stay in the units' files.
         physical: with --plan, write one .bin/.idx pair.
+        scratch_path: local folder for small files, if the plan is in an object store.
+        workers: threads that copy tokens.
     """
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
     from mcore_data.preprocessing.work_plan import merge_plan, read_plan
 
     if plan:
-        datasets = merge_plan(read_plan(plan), physical=physical, overwrite=overwrite)
+        datasets = merge_plan(
+            read_plan(plan),
+            physical=physical,
+            overwrite=overwrite,
+            scratch_path=scratch_path,
+            workers=workers,
+        )
         for merged in datasets.values():
             kind = ".bin/.idx" if physical else ": logical dataset"
             print(
@@ -224,7 +262,11 @@ def merge(
         return 0
     prefixes = [prefix for word in input for prefix in find_pairs(word, output_prefix)]
     merged = merge_pairs(
-        prefixes, output_prefix, overwrite=overwrite, allow_missing=allow_missing
+        prefixes,
+        output_prefix,
+        overwrite=overwrite,
+        allow_missing=allow_missing,
+        workers=workers,
     )
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "
@@ -440,6 +482,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "preprocess": ("a corpus to .bin/.idx pairs", preprocess),
     "train-tokenizer": ("train byte-level BPE on a corpus", train_tokenizer),
     "plan": ("divide a corpus into units for many workers", plan),
+    "launch": ("start workers of a plan: local, Slurm or Ray", launch),
     "status": ("show which units of a plan are done", status),
     "merge": ("join pairs, or the units of a plan, into one", merge),
     "inspect": ("show what a pair holds", inspect),

@@ -99,8 +99,9 @@ class PreprocessConfig(Options):
     """Options of tokenizing a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...] = ()
-    """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), both plain
-    or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder means all record files in
+    """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), CSV (.csv,
+    .tsv), Common Crawl's texts (.wet), all plain or compressed (.gz, .bz2, .xz, .zst), Parquet
+    and Arrow. A folder means all record files in
     it, or if there are none all its text files; a pattern such as 'part-*.jsonl.gz' means the
     files that match; both in the order of names. Ignored files are listed. - is JSON lines on
     standard input; URLs such as s3://bucket/part-*.jsonl are read through fsspec."""
@@ -108,7 +109,11 @@ class PreprocessConfig(Options):
     """Outputs are <output-prefix>_<key>_document.bin and .idx with a manifest, one pair for
     each key; with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a record, or columns of a table, to tokenize, each into its own dataset."""
+    """Keys of a record, or columns of a table, to tokenize, each into its own dataset.
+    data.text is the key text of the object under data."""
+    keep_keys: tuple[str, ...] = ()
+    """Keys of a record, such as id or meta.url, whose values are stored with each document:
+    explain prints them, and --blocklist finds documents by them."""
     append_eod: bool = False
     """End every non-empty document with the end-of-document token."""
     split_sentences: bool = False
@@ -142,6 +147,9 @@ class PreprocessConfig(Options):
     overwrite: bool = False
     """Replace finished outputs that were made from other inputs or options, once the new ones
     are complete. Repeating the same command needs no --overwrite."""
+    scratch_path: str = ""
+    """Local folder for files that are being written, for outputs in an object store
+    (s3://bucket/prefix)."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
     """What to do with an empty, truncated or otherwise wrong record: refuse, stop and name it;
     skip, leave it out, count it and name the first ones."""
@@ -166,6 +174,11 @@ class PreprocessConfig(Options):
             "--json-keys {json_keys}: give each key once.",
         ),
         Rule(
+            ("keep_keys",),
+            lambda v: len(set(v.keep_keys)) != len(v.keep_keys),
+            "--keep-keys {keep_keys}: give each key once.",
+        ),
+        Rule(
             ("lang", "sentence_splitter"),
             lambda v: v.lang != "english" and v.sentence_splitter == "rules",
             "--lang {lang} has no effect with --sentence-splitter rules: it names punkt's "
@@ -186,11 +199,67 @@ class PreprocessConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig(Options):
+    """Where and how workers of a plan are started."""
+
+    executor: Literal["local", "slurm", "ray"] = "local"
+    """What runs the workers: local, processes of this machine; slurm, array jobs; ray, a task
+    for each unit (extra ray)."""
+    num_tasks: int = option(1, minimum=1)
+    """Workers at a time."""
+    cpus_per_task: int = option(1, minimum=1)
+    """Cores, and processes that tokenize, of each worker."""
+    max_retries: int = option(3, minimum=0)
+    """Dead workers that are replaced, with slurm the times that missing units are submitted
+    again, with ray the times that a unit is tried again."""
+    skip_bad_records: bool = False
+    """Leave bad records out, as --on-bad-record skip does."""
+    submit_jobs: bool = option(False, needs={"executor": "slurm"})
+    """Submit the jobs; without it the batch script is written, and the commands printed. The
+    same command again submits workers for the units that are missing."""
+    wait: bool = option(False, needs={"submit_jobs": ON})
+    """Stay until all units are done, and submit again what is missing once all jobs ended."""
+    max_array: int = option(1000, minimum=1, part_of={"executor": "slurm"})
+    """Tasks of one array job, below Slurm's MaxArraySize; more make several jobs."""
+    slurm_options: tuple[str, ...] = option((), part_of={"executor": "slurm"})
+    """More options of sbatch, such as partition=cpu time=12:00:00."""
+    ray_address: str = option("", part_of={"executor": "ray"})
+    """Address of a Ray cluster, or auto; empty: RAY_ADDRESS, or a new one on this machine."""
+
+    rules = (
+        Rule(
+            ("slurm_options",),
+            lambda v: not all("=" in word for word in v.slurm_options),
+            "--slurm-options {slurm_options}: give NAME=VALUE, such as partition=cpu.",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Options):
     """Which datasets to train on, how they are split and how samples are made."""
 
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, or alternating weights and prefixes: 0.7 code 0.3 books."""
+    tokenize_on_the_fly: bool = option(
+        False,
+        needs=(
+            When("data_cache_path", bool, "--data-cache-path"),
+            When("data_args_path", operator.not_, "paths on the command line"),
+            When("per_split_data_args_path", operator.not_, "paths on the command line"),
+            When("data_mixture_path", operator.not_, "paths on the command line"),
+        ),
+        idle_with={"mock_data": ON, **_SENTENCES},
+        excludes={
+            "sft": Because("as chats are prepared by mcore-data prepare-chats"),
+            "preferences": Because("as pairs are prepared by mcore-data prepare-preferences"),
+        },
+    )
+    """The paths of --data-path and of the splits name texts, as --input of mcore-data
+    preprocess does: files, folders, patterns or URLs. All ranks tokenize them before the first
+    step, once, into --data-cache-path."""
+    text_key: str = option("text", part_of={"tokenize_on_the_fly": ON})
+    """Key of a record, such as text or data.text, that --tokenize-on-the-fly tokenizes."""
     split: str = ""
     """Shares of train, valid and test in --data-path. Empty means 969,30,1 (mock data:
     1,1,1)."""
@@ -238,8 +307,22 @@ class DataConfig(Options):
     )
     """Evaluate all validation data each time, every sample once whatever its dataset's weight,
     instead of --eval-iters batches."""
+    blocklist: str = option(
+        "",
+        idle_with={"mock_data": ON, **_SENTENCES},
+        excludes={"preferences": Because("which pairs answers by their tokens")},
+    )
+    """File of documents to take out of training: a line each, with a value that preprocess
+    --keep-keys stored, such as an id or a URL, or with a prefix, a tab and a document's number.
+    Their tokens become end-of-document ids without a loss; all other samples stay as they
+    are."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
+    object_storage_cache_gib: float = option(
+        0.0, minimum=0, needs=(When("object_storage_cache_path", bool, "a cache path"),)
+    )
+    """GiB of tokens that all processes of a host keep in --object-storage-cache-path; the
+    oldest give way. 0: none are kept on the disk."""
     data_cache_path: str = option("", idle_with=_SENTENCES)
     """Folder for the sample indices. Empty: each process builds the indices in memory."""
     mock_data: bool = False

@@ -170,6 +170,49 @@ def test_options_without_effect_on_chats_are_refused():
         DataConfig(sft=True, mock_data=True)
 
 
+PARTS = [{"type": "text", "text": "Two and "}, {"type": "text", "text": "two?"}]
+QUESTION = [
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "chat"),
+    [
+        ({"messages": QUESTION}, QUESTION),
+        (
+            {"messages": [{"role": "user", "content": PARTS}, QUESTION[1]]},
+            QUESTION,
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Two and two?"},
+                               {"from": "gpt", "value": "Four."}], "system": "Count."},
+            [{"role": "system", "content": "Count."}, *QUESTION],
+        ),
+        ({"instruction": "Two and two?", "input": "", "output": "Four."}, QUESTION),
+        (
+            {"instruction": "Add.", "input": "2, 2", "output": "Four."},
+            [{"role": "user", "content": "Add.\n\n2, 2"}, QUESTION[1]],
+        ),
+        ({"prompt": "Two and two?", "completion": "Four."}, QUESTION),
+        ({"prompt": QUESTION[:1], "completion": QUESTION[1:]}, QUESTION),
+    ],
+)  # fmt: skip
+def test_chats_of_published_forms_are_read(tmp_path, record, chat):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert list(read_chats(path)) == [chat]
+
+
+def test_a_chat_of_no_known_form_is_named(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    for record in ({"text": "x"}, [1], {"conversations": [{"from": "human"}]}):
+        path.write_text(json.dumps(record) + "\n")
+        with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: "):
+            list(read_chats(path))
+
+
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}"
     "{{ m.content.split('!')[-1] }};{% endgeneration %}{% else %}{{ m.content }}{% endif %}"

@@ -270,3 +270,13 @@ def test_sixteen_processes_may_start_at_once_on_one_cache(pair, tmp_path):
         assert len(set(digests)) == 1
         # Two blends of two arrays, and four datasets of three; no lock, nothing half written.
         assert len(list(cache.iterdir())) == 2 * 2 + 4 * 3
+
+
+def test_a_prefix_that_a_blend_has_twice_is_warned_of(tmp_path, caplog):
+    with IndexedWriter(tmp_path / "x", "uint16") as writer:
+        for _ in range(30):
+            writer.add_document(list(range(20)))
+    name = str(tmp_path / "x")
+    config = DataConfig(data_path=("0.5", name, "0.5", f"{tmp_path}/./x"))
+    build_gpt_datasets(config, None, sequence_length=8, seed=1, num_samples=(9, 0, 0))
+    assert caplog.text.count("x 2 times: each reads the same samples") == 1

@@ -7,9 +7,11 @@ import pytest
 
 from mcore_data.cli import main
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.indexed import merging
+from mcore_data.indexed.index_format import CorruptDatasetError, bin_path
 from mcore_data.indexed.inspection import find_pairs, verify_pair
 from mcore_data.indexed.manifest import manifest_path, read_manifest
-from mcore_data.indexed.merging import merge_pairs
+from mcore_data.indexed.merging import copy_bins, merge_pairs
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.preprocessing.preprocessing import preprocess
@@ -189,3 +191,36 @@ def test_manifests_of_format_1_are_joined_by_what_they_hold(corpus, tmp_path):
             del facts[name]
         manifest_path(pair).write_text(json.dumps(facts))
     assert merge_pairs(pairs, tmp_path / "all").num_documents == 120
+
+
+def test_a_killed_copy_continues_with_the_pairs_that_are_missing(twelve, tmp_path, monkeypatch):
+    parts, whole = twelve
+    bins = [
+        (bin_path(part), read_manifest(part)["files"][f"{part.name}.bin"]) for part in parts
+    ]
+    target = tmp_path / "whole.bin.copied"
+    monkeypatch.setattr(merging, "_SAVED_EVERY_S", -1.0)
+    copied = []
+
+    def copy(path, *rest):
+        if len(copied) == 7:
+            raise OSError("killed")
+        copied.append(path)
+        return original(path, *rest)
+
+    original = merging._copy_bin
+    monkeypatch.setattr(merging, "_copy_bin", copy)
+    with pytest.raises(OSError, match="killed"):
+        copy_bins(bins, target, 1)
+    done = set(copied)
+    copied.clear()
+    monkeypatch.setattr(
+        merging, "_copy_bin", lambda *rest: copied.append(rest[0]) or original(*rest)
+    )
+    checksum = copy_bins(bins, target, 3)
+    assert set(copied) == {path for path, _ in bins} - done
+    assert target.read_bytes() == content(whole)[0]
+    assert checksum == read_manifest(whole)["files"][f"{whole.name}.bin"]["sha256"]
+    bins[3] = (bins[3][0], {**bins[3][1], "sha256": "0" * 64})
+    with pytest.raises(CorruptDatasetError, match="does not have the checksum"):
+        copy_bins(bins, tmp_path / "other", 2)

@@ -145,6 +145,7 @@ def test_nothing_stands_under_a_final_name_before_finalize(tmp_path):
     writer.add_document([1])
     assert {path.name for path in tmp_path.iterdir()} == {
         "x.bin.partial", "x.lengths.partial", "x.borders.partial", "x.origins.partial",
+        "x.kept.partial",
     }  # fmt: skip
     writer.finalize()
     assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.idx"}

@@ -11,8 +11,11 @@ import time
 
 import pytest
 
+from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.loading.loader import build_loader
+from mcore_data.preprocessing.work_plan import make_plan, merge_plan
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +28,8 @@ def bucket(monkeypatch):
     server = pytest.importorskip("moto.server").ThreadedMotoServer(
         ip_address="127.0.0.1", port=0
     )
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
+    s3fs.S3FileSystem.clear_instance_cache()  # which may be of another server
     import boto3
 
     server.start()
@@ -87,3 +91,38 @@ def test_a_corpus_is_read_from_s3_over_a_kill_and_its_pair_from_there(bucket, tm
     assert len(ours) == len(theirs)
     for i in range(0, len(ours), 97):
         assert (ours[i]["tokens"] == theirs[i]["tokens"]).all()
+
+
+def test_units_of_killed_workers_lie_in_s3_and_loaders_read_them_from_there(bucket, tmp_path):
+    lines = [json.dumps({"text": f"number {i} " * (i % 90)}) + "\n" for i in range(9000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    inputs = ("--input", tmp_path / "a.jsonl", "--output-prefix")
+    assert command(*inputs, tmp_path / "whole").wait() == 0
+    tokenizer = TokenizerConfig(tokenizer_type="ByteTokenizer")
+    config = PreprocessConfig(
+        input=(str(tmp_path / "a.jsonl"),), output_prefix="s3://corpus/c", append_eod=True
+    )
+    plan = make_plan(config, tokenizer, 500_000)
+    words = [sys.executable, "-m", "mcore_data", "preprocess", "--plan", plan.address]
+    draw = random.Random(3)
+    for number in range(3):
+        words_of_host = [*words, "--scratch-path", str(tmp_path / f"host{number}")]
+        worker = subprocess.Popen(words_of_host)
+        if number < 2:
+            time.sleep(draw.uniform(1.5, 4))
+            worker.kill()
+        assert (worker.wait() == 0) == (number == 2)
+    assert merge_plan(plan, scratch_path=tmp_path)["text"].num_documents == 9000
+    theirs = GPTDataset(IndexedDataset(tmp_path / "whole_text_document"), sequence_length=256)
+    cache = {"cache_path": tmp_path / "cache", "cache_bytes": 1 << 30}
+    ours = GPTDataset(
+        IndexedDataset("s3://corpus/c_text_document", **cache), sequence_length=256
+    )
+    for workers, consumed in ((0, 0), (2, 0), (2, 4000)):  # the last as after a restart
+        options = {"micro_batch_size": 8, "consumed_samples": consumed}
+        pairs = zip(
+            build_loader(theirs, **options),
+            build_loader(ours, **options, num_workers=workers),
+            strict=True,
+        )
+        assert all((one["tokens"] == other["tokens"]).all() for one, other in pairs)

@@ -1,12 +1,18 @@
 import multiprocessing
 import os
 import signal
+from itertools import islice
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
+from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.mock import MockGPTDataset
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.loading.loader import build_loader
 
 
@@ -128,3 +134,42 @@ def test_long_samples_are_made_few_at_a_time(dataset, monkeypatch):
     parts = [batch["tokens"] for batch in build_loader(dataset, micro_batch_size=2)]
     assert max(asked) == 6
     assert torch.equal(torch.stack(whole), torch.stack(parts))
+
+
+def resident_bytes():
+    """Memory of this process and of its children that no other program shares."""
+    total = 0
+    for process in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        private = [line.split() for line in lines if line.startswith("Private_")]
+        total += sum(int(words[1]) << 10 for words in private)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_eight_workers_leak_nothing_over_100_000_batches(tmp_path):
+    with IndexedWriter(tmp_path / "x", "uint16") as writer:
+        for length in range(1, 400):
+            writer.add_document(list(range(length)))
+    store = f"memory://{tmp_path.name}/x"
+    for kind in ("bin", "idx"):
+        data = (tmp_path / f"x.{kind}").read_bytes()
+        fsspec.core.url_to_fs(store)[0].pipe_file(f"/{tmp_path.name}/x.{kind}", data)
+    blocked = np.arange(399) % 50 == 0
+    remote = IndexedDataset(
+        store, cache_path=tmp_path / "cache", cache_bytes=1 << 20, blocked=blocked
+    )
+    dataset = GPTDataset(remote, sequence_length=16, inter_document_masking=True)
+    # Each batch is one request to a worker.
+    loader = build_loader(
+        dataset, micro_batch_size=128, dataloader_type="cyclic", num_workers=8
+    )
+    sizes = []
+    for number, batch in enumerate(islice(loader, 100_001)):
+        assert batch["tokens"].shape == (128, 16)
+        if number % 20_000 == 0 and number:
+            sizes.append(resident_bytes())
+    # Allocators may keep some pages; one kept batch in a hundred would be 40 MB.
+    assert max(sizes[1:]) - sizes[0] < 8 << 20, sizes

@@ -194,8 +194,8 @@ def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(
     for name in left_out:
         assert f"{tmp_path}/{name}" in caplog.text
     (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "notes.csv").write_text("x")
-    with pytest.raises(FileNotFoundError, match=r"names none\. Left out: 1 file: .*notes\.csv"):
+    (tmp_path / "only" / "notes.log").write_text("x")
+    with pytest.raises(FileNotFoundError, match=r"names none\. Left out: 1 file: .*notes\.log"):
         find_inputs([str(tmp_path / "only")])
 
 
@@ -371,3 +371,56 @@ def test_parts_together_are_the_whole_in_order(tmp_path, num_parts):
 def test_standard_input_cannot_be_divided():
     with pytest.raises(ValueError, match="standard input cannot be divided"):
         divide(Corpus(find_inputs(["-"])), 2)
+
+
+def page(kind, body, uri=""):
+    data = body.encode()
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {uri}\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data + b"\r\n\r\n"
+
+
+def test_pages_of_wet_files_are_documents_and_a_cut_one_is_named(tmp_path):
+    pages = [page("conversion", text, f"http://host/{i}") for i, text in enumerate(TEXTS)]
+    path = tmp_path / "c.warc.wet.gz"
+    data = b"".join(map(gzip.compress, [page("warcinfo", "software: x"), *pages]))
+    path.write_bytes(data)
+    assert texts_of(path) == TEXTS
+    (source,) = find_inputs([str(path)])
+    blocks = list(read_blocks(source, ("text",), 0, 40))
+    for number, block in enumerate(blocks):  # reading continues at any block
+        assert list(read_blocks(source, ("text",), block.start, 40)) == blocks[number:]
+    kept = [
+        line for block in blocks for line in block.parse(("text",), ("WARC-Target-URI",)).kept
+    ]
+    assert kept[5] == b'["http://host/5"]\n'
+    (tmp_path / "c.wet").write_bytes(b"".join(pages)[:-3])
+    with pytest.raises(RuntimeError, match=r"c\.wet is truncated or damaged: the record at"):
+        texts_of(tmp_path / "c.wet")
+    (tmp_path / "c.wet").write_bytes(page("response", "<html>"))
+    with pytest.raises(ValueError, match="holds web pages as servers sent them"):
+        texts_of(tmp_path / "c.wet")
+
+
+def test_nested_keys_of_lines_tables_and_csv_give_the_same_texts_and_kept_values(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import csv, parquet
+
+    rows = [{"data": {"text": text}, "id": f"{i}"} for i, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    flat = pyarrow.table({"id": [row["id"] for row in rows], "data.text": TEXTS})
+    csv.write_csv(flat, tmp_path / "a.csv")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    keys = ("data.text", "id")
+    for name in ("a.jsonl", "a.parquet", "a.csv", "b.csv.gz"):
+        (source,) = find_inputs([str(tmp_path / name)])
+        parsed = [block.parse(keys[:1], keys[1:]) for block in read_blocks(source, keys, 0, 40)]
+        assert [text for part in parsed for text in part.columns[0]] == TEXTS, name
+        kept = [line for part in parsed for line in part.kept]
+        assert kept == [b'["%d"]\n' % i for i in range(len(TEXTS))]
+        missing = ("data.body",)
+        with pytest.raises((ValueError, BadRecordError), match=r"data\.body"):
+            list(read_texts(source, missing))
+    (tmp_path / "cut.csv").write_text('text,id\n"open,1\nmore,2\n')
+    with pytest.raises(RuntimeError, match=r"cut\.csv is truncated or damaged"):
+        texts_of(tmp_path / "cut.csv")

@@ -172,19 +172,7 @@ def _queued(
     lengths = [
         len(p) + n for p, n in zip(prompts, wanted, strict=True) for _ in range(num_beams)
     ]
-    longest, num_rows = max(lengths), min(len(lengths), _MOST_ROWS)
-    # On a CPU each text has one page: its keys are contiguous and need no gathering.
-    is_cuda = next(model.parameters()).device.type == "cuda"
-    page_tokens = _GPU_PAGE_TOKENS if is_cuda else longest
-    num_pages = sum(-(-n // page_tokens) for n in sorted(lengths, reverse=True)[:num_rows])
-    config = EngineConfig(
-        max_requests=num_rows,
-        max_sequence_tokens=longest,
-        num_pages=num_pages,
-        page_tokens=page_tokens,
-        records_graphs=False,  # few texts; and training may use the device at the same time
-    )
-    engine = Engine(model, config)
+    engine = build_offline_engine(model, lengths)
     rows = {}
     for i, (prompt, num_tokens) in enumerate(zip(prompts, wanted, strict=True)):
         request = engine.add(
@@ -198,6 +186,28 @@ def _queued(
         )
         rows[request] = i
     return engine, rows
+
+
+def build_offline_engine(model: LanguageModel, lengths: Sequence[int]) -> Engine:
+    """Build an engine whose cache holds texts of these lengths, at most 256 at a time.
+
+    Args:
+        model: whole or a stage, in eval mode; see ``Engine``.
+        lengths: tokens of each prompt and its text together.
+    """
+    longest, num_rows = max(lengths), min(len(lengths), _MOST_ROWS)
+    # On a CPU each text has one page: its keys are contiguous and need no gathering.
+    is_cuda = next(model.parameters()).device.type == "cuda"
+    page_tokens = _GPU_PAGE_TOKENS if is_cuda else longest
+    num_pages = sum(-(-n // page_tokens) for n in sorted(lengths, reverse=True)[:num_rows])
+    config = EngineConfig(
+        max_requests=num_rows,
+        max_sequence_tokens=longest,
+        num_pages=num_pages,
+        page_tokens=page_tokens,
+        records_graphs=False,  # few texts; and training may use the device at the same time
+    )
+    return Engine(model, config)
 
 
 def _results(engine: Engine, rows: Mapping[int, int]) -> list[Generation]:

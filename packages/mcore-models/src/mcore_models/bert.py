@@ -25,6 +25,7 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import stream_norm
+from mcore_models.logical_tensors import num_positions
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
@@ -85,7 +86,10 @@ class BERT(StageModel):
             return
         table: dict[str, Any] = {**self.split(), **factory_kwargs}
         self.position_embedding = PositionEmbedding(
-            config.max_position_embeddings, config.hidden_size, **table
+            num_positions(config),
+            config.hidden_size,
+            offset=config.position_embedding_offset,
+            **table,
         )
         if config.num_tokentypes:
             self.tokentype_embedding = PositionEmbedding(
@@ -180,7 +184,7 @@ class BERT(StageModel):
         """The padding mask on every stage, the rest at the ends."""
         names = {PADDING_MASK}
         if self.stage.has_embedding:
-            names |= {TEXT} | ({TYPES} if self.config.num_tokentypes else set())
+            names |= {TEXT} | ({TYPES} if self.config.num_tokentypes > 1 else set())
         if self.stage.has_loss:
             names |= {LABELS, LOSS_MASK}
             names |= {IS_RANDOM, ROW_MASK} if self.has_binary else set()
@@ -198,7 +202,7 @@ class BERT(StageModel):
         """Run ``forward`` on the batch, or on the hidden state of the stage before."""
         x = batch[TEXT] if received is None else received
         assert isinstance(x, Tensor)
-        has_types = received is None and self.config.num_tokentypes > 0
+        has_types = received is None and self.config.num_tokentypes > 1
         hidden = self(x, batch[TYPES] if has_types else None, batch[PADDING_MASK])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return hidden, torch.zeros((), dtype=wide, device=hidden.device)

@@ -117,7 +117,10 @@ def _wrong_sharing(values: Any) -> str:
 
 def _several_activations(values: Any) -> str:
     """Return the activations that exclude each other; empty if at most one is chosen."""
-    kinds = ("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu")
+    kinds = (
+        *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu"),
+        "relu",
+    )
     chosen = [flag(name) for name in kinds if getattr(values, name)]
     if len(chosen) < 2:
         return ""
@@ -204,6 +207,11 @@ class TransformerConfig(Options):
     position_embedding_type: PositionEmbedding = "rope"
     """Encoding of positions: rotated queries and keys, a learned table, scores that fall with
     distance (alibi), or none. Megatron's default: learned_absolute."""
+
+    position_embedding_offset: int = option(
+        0, minimum=0, needs={"position_embedding_type": "learned_absolute"}
+    )
+    """Rows of the learned table before that of the first token (OPT, RoBERTa: 2)."""
 
     rotary_base: float = option(10000.0, above=0)
     """Base of the rotary wavelengths."""
@@ -310,6 +318,9 @@ class TransformerConfig(Options):
 
     norm_bias: bool = option(True, needs={"normalization": "LayerNorm"})
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
+
+    norm_weight: bool = True
+    """Give norms a weight, and LayerNorms a bias; --no-norm-weight: neither (OLMo)."""
 
     norm_placement: NormPlacement = "pre"
     """Norms before each half of a layer (pre), on the output of each half (output, OLMo-2), or
@@ -489,13 +500,16 @@ class TransformerConfig(Options):
 
     swiglu: bool = True
     """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or the
-    activation of the next three flags, --geglu or --exact-geglu. Megatron's default: off."""
+    activation of the next four flags, --geglu or --exact-geglu. Megatron's default: off."""
 
     quick_geglu: bool = False
     """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
 
     squared_relu: bool = False
     """Activation relu(x) squared, no gate; needs --no-swiglu."""
+
+    relu: bool = False
+    """Activation relu(x), no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
     """tanh approximation of GELU, as in Megatron's fused kernel; no gate; needs --no-swiglu."""
@@ -522,6 +536,9 @@ class TransformerConfig(Options):
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output head a weight of its own instead of the embedding's."""
+
+    add_output_bias: bool = False
+    """Give the output head a bias for each token of the vocabulary (Phi-2)."""
 
     make_vocab_size_divisible_by: int = option(128, minimum=1)
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
@@ -809,6 +826,18 @@ class TransformerConfig(Options):
             "--qk-norm-width layer needs --normalization RMSNorm.",
         ),
         Rule(
+            ("add_output_bias", "z_loss_coeff"),
+            lambda v: v.add_output_bias and v.z_loss_coeff,
+            "--z-loss-coeff {z_loss_coeff} is not computed with --add-output-bias: leave one "
+            "of the two out.",
+        ),
+        Rule(
+            ("norm_weight", "apply_layernorm_1p", "qk_layernorm"),
+            lambda v: not v.norm_weight and (v.apply_layernorm_1p or v.qk_layernorm),
+            "--no-norm-weight excludes --apply-layernorm-1p and --qk-layernorm, which concern "
+            "weights of norms: leave them out (--qk-l2-norm norms without weights).",
+        ),
+        Rule(
             ("qk_norm_width", "qk_norm_after_rope"),
             lambda v: v.qk_norm_width == "layer" and v.qk_norm_after_rope,
             "--qk-norm-after-rope norms each head: use --qk-norm-width head or own_head.",
@@ -860,7 +889,7 @@ class TransformerConfig(Options):
         Rule(
             (
                 *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu"),
-                "openai_gelu",
+                *("openai_gelu", "relu"),
             ),
             _several_activations,
         ),
@@ -1107,6 +1136,8 @@ def activation(config: TransformerConfig) -> str:
         return "quick_gelu"
     if config.squared_relu:
         return "squared_relu"
+    if config.relu:
+        return "relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"
 
 

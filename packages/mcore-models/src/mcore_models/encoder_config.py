@@ -13,7 +13,9 @@ BERT_HEADS = ("pooler", "lm", "binary")
 """Choices of --bert-heads."""
 
 
-FeedForward = Literal["gelu", "gelu_tanh", "relu", "gated-gelu", "gated-silu"]
+FeedForward = Literal[
+    "gelu", "gelu_tanh", "relu", "silu", "gated-gelu", "gated-silu", "gated-relu"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,8 @@ class BertConfig(TransformerConfig):
     """Probability of dropping an attention weight."""
 
     num_tokentypes: int = option(2, minimum=0)
-    """Segments with a token type embedding of their own; 0: none."""
+    """Segments with a token type embedding of their own; 1: all tokens share one (RoBERTa); 0:
+    none."""
 
     post_layer_norm: bool = False
     """Norms after each half of a layer and on the embeddings, as BERT was published; off:
@@ -114,8 +117,8 @@ class T5Config(TransformerConfig):
     """Not for T5: use --feed-forward-proj."""
 
     feed_forward_proj: FeedForward = "gelu"
-    """Activation of feed-forward layers: exact GELU, tanh approximation of GELU, ReLU (T5), or
-    gated by the tanh approximation of GELU (T5 1.1) or SiLU."""
+    """Activation of feed-forward layers: exact GELU, tanh approximation of GELU, ReLU (T5),
+    SiLU, or gated by the tanh approximation of GELU (T5 1.1), SiLU or ReLU."""
 
     add_bias_linear: bool = True
     """Biases in all linears except the head; off as published."""
@@ -142,7 +145,7 @@ class T5Config(TransformerConfig):
                 lambda v, name=name: getattr(v, name),
                 f"{flag(name)}: --feed-forward-proj sets the activation of a T5; leave it out.",
             )
-            for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+            for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "relu")
         ),
         Rule(
             ("relative_attention_num_buckets", "relative_attention_max_distance"),
@@ -182,5 +185,5 @@ def feed_forward(config: T5Config) -> tuple[bool, str]:
     """Return whether feed-forward layers are gated, and the name of their activation."""
     kind = config.feed_forward_proj
     if kind.startswith("gated-"):
-        return True, {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}[kind]
+        return True, {"gated-gelu": "gelu_tanh"}.get(kind, kind.removeprefix("gated-"))
     return False, kind

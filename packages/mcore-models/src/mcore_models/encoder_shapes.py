@@ -13,7 +13,14 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
-from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads, tensor_shapes
+from mcore_models.logical_tensors import (
+    ffn_size,
+    head_dim,
+    norm_kinds,
+    num_kv_heads,
+    num_positions,
+    tensor_shapes,
+)
 from mcore_moe.config import MoEConfig
 
 _NO_EXPERTS = MoEConfig()
@@ -36,7 +43,7 @@ def bert_shapes(
             .replace("final_norm", "embedding_norm"): shape
             for name, shape in shapes.items()
         }
-    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    kinds = norm_kinds(config)
     parts: dict[str, dict[str, Shape]] = {
         "pooler": {"pooler.dense.weight": (D, D), "pooler.dense.bias": (D,)},
         "lm": {
@@ -74,7 +81,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     """List every logical tensor of a T5 with its global shape, see ``tensor_shapes``."""
     D, H = config.hidden_size, head_dim(config)
     inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
-    norm = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    norm = norm_kinds(config)
     width, is_gated = t5_ffn_size(config), feed_forward(config)[0]
     own: dict[str, Shape] = {
         "qkv.q": (inner, D),
@@ -100,7 +107,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
 
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
-        shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+        shapes["position_embedding.weight"] = (num_positions(config), D)
     for stack, depth in (
         ("encoder", encoder_layers(config)),
         ("decoder", decoder_layers(config)),

@@ -19,12 +19,13 @@ from mcore_models.building.stage_model import StageModel, check_inputs
 from mcore_models.kernels.batch_invariant import BatchInvariantGemm, token_log_probs
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import build_inputs
+from mcore_models.layers.heads import OutputBias
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.per_layer_embedding import PerLayerEmbedding
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
-from mcore_models.logical_tensors import further_mixers
+from mcore_models.logical_tensors import further_mixers, num_positions
 from mcore_models.mup import embedding_factor, logits_factor
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -48,6 +49,7 @@ class GPT(StageModel, MTPLanguageModel):
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
+        lm_head: bias of the head, on the last stage.
         head_gemm: multiplies with the head's weight where logits are computed.
         mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on the
             stage that a pipeline layout assigns.
@@ -67,6 +69,10 @@ class GPT(StageModel, MTPLanguageModel):
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
+            )
+        if stage.has_loss and config.add_output_bias:
+            self.lm_head = OutputBias(
+                self.vocab_size, self.padded_vocab_size, self.tp, **factory_kwargs
             )
         mixers = further_mixers(config, setups[0].moe)
         self.mtp = nn.ModuleList(
@@ -90,8 +96,9 @@ class GPT(StageModel, MTPLanguageModel):
             self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and config.position_embedding_type == "learned_absolute":
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings,
+                num_positions(config),
                 config.hidden_size,
+                offset=config.position_embedding_offset,
                 **self.split(),
                 **factory_kwargs,
             )
@@ -200,25 +207,25 @@ class GPT(StageModel, MTPLanguageModel):
         """
         split = self.tp, self.sequence_parallel
         scores = column_parallel(
-            self._scaled(hidden), self.output_weight, None, *split, self.head_gemm
+            self._scaled(hidden),
+            self.output_weight,
+            self.lm_head.bias if self.config.add_output_bias else None,
+            *split,
+            self.head_gemm,
         )
         cap = self.config.final_logit_softcapping
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def token_losses(
-        self,
-        hidden: Float[Tensor, "s B D"],
-        labels: Int[Tensor, "B S"],
-        label_smoothing: float = 0.0,
+        self, hidden: Float[Tensor, "s B D"], labels: Int[Tensor, "B S"]
     ) -> Float[Tensor, "B S"]:
         """Return the cross-entropy of every token, float32 or wider; any gradient may follow.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
-            label_smoothing: share of the target spread over the vocabulary.
         """
-        if isinstance(self.head_gemm, BatchInvariantGemm) and not label_smoothing:
+        if isinstance(self.head_gemm, BatchInvariantGemm):
             # As an engine computes them, to the bit; there is one tensor rank.
             scores = self.logits(hidden)[..., : self.vocab_size]
             return -token_log_probs(scores, labels.t()).t()
@@ -228,7 +235,6 @@ class GPT(StageModel, MTPLanguageModel):
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
             axis=self.tp,
-            label_smoothing=label_smoothing,
         ).t()
 
     def loss(
@@ -241,6 +247,7 @@ class GPT(StageModel, MTPLanguageModel):
 
         With the label smoothing and the z-loss of the config, which ``token_losses``, by which
         a model is scored, does not have. The sum must be a root of backward.
+        A head with a bias computes all logits at once.
 
         Args:
             hidden: of ``forward`` on the last stage.
@@ -250,6 +257,9 @@ class GPT(StageModel, MTPLanguageModel):
         Returns:
             The sum, and every token's loss without a gradient.
         """
+        if self.config.add_output_bias:
+            losses = self.token_losses(hidden, labels, self.config.label_smoothing)
+            return (losses * weights).sum(), losses.detach()
         return head_loss(
             self._scaled(hidden),
             self.output_weight,

@@ -41,6 +41,11 @@ def num_kv_heads(config: Any) -> int:
     return config.num_query_groups or config.num_attention_heads
 
 
+def num_positions(config: Any) -> int:
+    """Rows of the table of learned positions."""
+    return config.max_position_embeddings + config.position_embedding_offset
+
+
 def ffn_size(config: Any) -> int:
     """Width inside a dense feed-forward layer over all ranks, F."""
     if config.ffn_hidden_size:
@@ -236,7 +241,7 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     D = config.hidden_size
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
-        shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+        shapes["position_embedding.weight"] = (num_positions(config), D)
     if config.embedding_layernorm:
         shapes |= _norm(config, "embedding_norm", D)
     if config.per_layer_embedding_size:
@@ -258,6 +263,8 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
         shapes["head.weight"] = (vocab_size, D)
+    if config.add_output_bias:
+        shapes["lm_head.bias"] = (vocab_size,)
     for depth in range(config.mtp_num_layers):
         inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
         inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
@@ -284,14 +291,16 @@ _OF_LAYERS = (
 """Fields that ``layer_config`` changes and shapes depend on."""
 
 
-def norm_has_bias(config: Any) -> bool:
-    """Whether norms have a bias in addition to their weight."""
-    return config.normalization == "LayerNorm" and config.norm_bias
+def norm_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of parameters of a norm: weight and bias, weight, or none."""
+    if not config.norm_weight:
+        return ()
+    has_bias = config.normalization == "LayerNorm" and config.norm_bias
+    return ("weight", "bias") if has_bias else ("weight",)
 
 
 def _norm(config: Any, name: str, width: int) -> dict[str, Shape]:
-    kinds = ("weight", "bias") if norm_has_bias(config) else ("weight",)
-    return {f"{name}.{kind}": (width,) for kind in kinds}
+    return {f"{name}.{kind}": (width,) for kind in norm_kinds(config)}
 
 
 def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:

@@ -31,6 +31,7 @@ from mcore_models.layers.relative_bias import (
     position_scores,
 )
 from mcore_models.layers.residual import stream_norm
+from mcore_models.logical_tensors import num_positions
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, ModelState
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
@@ -126,8 +127,9 @@ class T5(StageModel):
             self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and not self.is_relative:
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings,
+                num_positions(config),
                 config.hidden_size,
+                offset=config.position_embedding_offset,
                 **self.split(),
                 **factory_kwargs,
             )

@@ -55,7 +55,8 @@ def of_adamw():
     for step, parameter in ((1, main.bfloat16()), (2, main)):
         scale = torch.tensor(0.3, dtype=torch.float64) if step == 2 else 0.5
         state = main, grad, mean, mean.square(), parameter
-        yield Sample(*state, num_steps=step, grad_scale=scale, **options)
+        for flag in (None, torch.tensor(True), torch.tensor(False)):
+            yield Sample(*state, num_steps=step, grad_scale=scale, is_applied=flag, **options)
 
 
 def of_rounding():
@@ -250,6 +251,26 @@ def check_gradients_of_norms_into_main_gradients():
         compare([grad_slot(parameter).main - 1 for parameter in parameters], expected)
 
 
+def check_masked_updates_bit_by_bit():
+    options = {"num_steps": 2, "lr": 1e-2, "weight_decay": 0.1}
+    options |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
+    for moments in (torch.float32, torch.bfloat16):
+        for parameter in (torch.float32, torch.bfloat16):
+            main, grad, mean = (torch.randn(300) for _ in range(3))
+            before = [main, grad, mean.to(moments), mean.square().to(moments)]
+            before += [main if parameter == torch.float32 else main.to(parameter)]
+            results = []
+            for flag in (None, torch.tensor(True), torch.tensor(False)):
+                tensors = [tensor.clone() for tensor in before]
+                if parameter == torch.float32:
+                    tensors[4] = tensors[0]
+                adam.adamw_update.launch(*tensors, is_applied=flag, **options)
+                results.append(tensors)
+            assert not torch.equal(results[0][0], main)
+            compare(results[1], results[0], rtol=0, atol=0)
+            compare(results[2], before, rtol=0, atol=0)
+
+
 def check_gates_of_rows_in_use():
     x, weight, dy = leaf(6, 2 * 1500), leaf(6), torch.randn(6, 1500)
     end = torch.tensor(5)  # the last row is of no expert
@@ -354,6 +375,7 @@ def check_latent_attention():
 
 CHECKS = (
     check_gradients_of_norms_into_main_gradients,
+    check_masked_updates_bit_by_bit,
     check_gates_of_rows_in_use,
     check_rows_of_dropped_choices,
     check_delta_rule_of_narrow_heads,
@@ -376,7 +398,7 @@ def main(names):
             check(kernel, MORE_SAMPLES[kernel](), **options)
         print(f"{name}: equal")
     for function in CHECKS:
-        if function.__name__ in names or ("checks" in names and function in CHECKS[1:]):
+        if function.__name__ in names or ("checks" in names and function in CHECKS[2:]):
             torch.manual_seed(0)
             function()
             print(f"{function.__name__}: equal")

@@ -49,7 +49,8 @@ def interpret(names):
 
 
 def test_kernels_of_dense_training_equal_their_references_when_interpreted():
-    names = {*DEFAULT, "check_gradients_of_norms_into_main_gradients"}
+    checks = "check_gradients_of_norms_into_main_gradients", "check_masked_updates_bit_by_bit"
+    names = {*DEFAULT, *checks}
     assert interpret(names) == names
 
 

@@ -98,6 +98,11 @@ class MoEConfig(Options):
     )
     """Softmax over all experts before the choice (weights do not sum to 1), not after it."""
 
+    moe_router_norm_topk_prob: bool = option(
+        True, idle_with={"moe_router_score_function": "softmax"}
+    )
+    """Divide the scores of the chosen experts by their sum, with sigmoid or sqrtsoftplus."""
+
     moe_router_topk_scaling_factor: float = option(0.0, minimum=0)
     """Factor on the weights of the chosen experts; 0: none."""
 

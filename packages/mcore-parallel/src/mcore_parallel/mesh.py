@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
@@ -219,23 +220,27 @@ class ParallelContext:
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         agreements: dict[_Key, Agreement] = {}
         clock = StepClock(device)
+        grid = _grid_name(members) if ranks else ""
         for name, groups in plan.items():
             axes[name] = Axis(name, 1, 0, None, (global_rank,), clock=clock)
             communicator = settings.get(name)
             for group in groups:
                 key = (group, communicator, name if name in _SEPARATE else "")
                 if len(group) > 1 and key not in process_groups:
-                    process_groups[key] = dist.new_group(
-                        list(group),
-                        timeout=timeout,
-                        backend=_backend(name, device),
-                        pg_options=(
-                            communicator.options() if communicator and uses_nccl else None
-                        ),
-                        # Ranks outside the grid do not call new_group.
-                        use_local_synchronization=bool(ranks),
-                        group_desc=name,  # shown in profiles and by watchdogs
-                    )
+                    options = communicator.options() if communicator and uses_nccl else None
+                    backend = _backend(name, device)
+                    if not ranks:
+                        process_groups[key] = dist.new_group(
+                            list(group),
+                            timeout=timeout,
+                            backend=backend,
+                            pg_options=options,
+                            group_desc=name,  # shown in profiles and by watchdogs
+                        )
+                    elif global_rank in group:
+                        process_groups[key] = _new_local_group(
+                            group, f"{grid}.{name}", timeout, backend, options
+                        )
                 if global_rank not in group or len(group) == 1:
                     continue
                 index, process_group = group.index(global_rank), process_groups[key]
@@ -319,6 +324,40 @@ def _product_name(names: tuple[str, ...]) -> str:
         if set(names) <= set(order):
             return "_".join(name for name in order if name in names)
     return "_".join(names)
+
+
+def _grid_name(members: Sequence[int]) -> str:
+    """Return a name that no earlier grid over these ranks has had; all of them call it."""
+    key = "_".join(map(str, members))
+    # ``build`` returns once all members have called it, so that each adds once per grid.
+    count = distributed_c10d._get_default_store().add(f"mcore_grids_{key}", 1)
+    return f"{key}.{(count - 1) // len(members)}"
+
+
+def _new_local_group(
+    ranks: tuple[int, ...], name: str, timeout: timedelta, backend: str, options: Any
+) -> dist.ProcessGroup:
+    """Make a group under a name of ours; its ranks alone call this.
+
+    ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by the
+    number of groups that this process has. After ``destroy`` the same name comes again, and
+    ranks connect to addresses that the old group has left in the store; and ranks that are in
+    different numbers of groups wait under different names.
+    """
+    made = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        backend_options=options,
+        timeout=timeout,
+        group_desc=name,
+    )
+    group = cast("dist.ProcessGroup", made[0])
+    distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group
 
 
 def _backend(name: str, device: torch.device) -> str:

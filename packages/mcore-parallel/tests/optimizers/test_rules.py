@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
@@ -268,6 +268,36 @@ def test_schedule_free_is_algorithm_1_of_its_paper(r):
     with optimizer.averaged():
         for ours, theirs in zip(model, averages, strict=True):
             torch.testing.assert_close(ours.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "has_main"),
+    [
+        (AdamW(AdamConfig()), torch.float64, True),
+        (AdamW(AdamConfig()), torch.float32, True),
+        (AdamW(AdamConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")), torch.float32, True),
+        (AdamW(AdamConfig()), torch.bfloat16, True),
+        (AdamW(AdamConfig(exp_avg_dtype="bf16")), torch.bfloat16, False),
+        (Lion(LionConfig()), torch.bfloat16, True),
+    ],
+)
+def test_a_masked_step_is_the_plain_step_or_changes_no_bit(rule, dtype, has_main, monkeypatch):
+    kept = []
+    for masks in ([None] * 3, [True, False, True, True]):
+        model = matrices(dtype)
+        engine = DataParallel([model], ParallelContext.single(), DataParallelConfig())
+        optimizer = DistributedOptimizer(engine, rule, has_main=has_main)
+        if isinstance(rule, AdamW):  # its masked updates make no copies
+            monkeypatch.setattr(Tensor, "clone", None)
+        for mask in masks:
+            step = optimizer.num_steps + 1
+            is_applied = None if mask is None else torch.tensor(mask)
+            update(optimizer, model, step, 0.1, 0.4, is_applied=is_applied)
+            optimizer.num_steps -= mask is False
+        monkeypatch.undo()
+        pieces = [p.data for s in optimizer.named_shards().values() for p in s.pieces]
+        kept.append([*pieces, *(weight.detach() for weight in model)])
+    assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
 
 
 @pytest.mark.parametrize("rule", [AdamW(AdamConfig()), Muon(MuonConfig())], ids=type)

@@ -15,6 +15,7 @@ from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import prompt_ids, stream
 from mcore_infer.loading import empty_model
 from mcore_models.description import ModelDescription
+from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
@@ -40,19 +41,26 @@ class ServingCopy:
         )
         self.ctx = ParallelContext.build(layout, run.ctx.device)
 
-    def model(self) -> LanguageModel:
-        """Return the model with the weights as they are; all ranks call it together."""
-        run = self.run
+    def empty_model(self) -> LanguageModel:
+        """Return this rank's part of the model in eval mode, with zeros as weights."""
+        run, config = self.run, self.run.plan.config
         families = {run.plan.family.name: run.plan.family}
         description = ModelDescription.from_dict(model_description(run.plan), families)
-        model = empty_model(description, self.ctx, run.dtype, families, run.plan.config.peft)
+        model = empty_model(description, self.ctx, run.dtype, families, config.peft)
+        if config.kernels.batch_invariant_mode:
+            use_batch_invariant_kernels(model)
+        return model.eval()
+
+    def model(self) -> LanguageModel:
+        """Return the model with the weights as they are; all ranks call it together."""
+        run, model = self.run, self.empty_model()
         target = named_shards(model, self.ctx.data_axes())
         transfer_weights(
             model_shards(run),
             {f"model.{name}": shard for name, shard in target.items()},
             world=run.ctx.world,
         )
-        return model.eval()
+        return model
 
     def close(self) -> None:
         """Destroy the groups; all ranks call it together."""

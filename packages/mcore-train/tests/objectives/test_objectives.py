@@ -1,5 +1,6 @@
 """Objectives under every kind of layout, against their formulas on one rank in float64."""
 
+import json
 import math
 import re
 from itertools import pairwise, product
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
 from warm_ranks import run_command, run_ranks
 
 from mcore_data.datasets.preferences import prepare_preferences
 from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_infer.config import SamplingConfig
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, TOKENS
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
@@ -20,13 +23,21 @@ from mcore_parallel.sharding import named_parameters, shards_of
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import assemble
 from mcore_train.batches.micro_batches import train_batches
-from mcore_train.checkpoints.resuming import load_run, save_run
+from mcore_train.checkpoints.resuming import load_run, rewind, save_run
 from mcore_train.composition import compose
-from mcore_train.layout_check.trial import whole_weights
+from mcore_train.layout_check.trial import fingerprint, whole_weights
+from mcore_train.loop import train
 from mcore_train.objectives import dpo, grpo
 from mcore_train.objectives.reference import check_reference
 from mcore_train.objectives.reference_cache import write_entries
-from mcore_train.objectives.rollouts import ADVANTAGES, REWARDS
+from mcore_train.objectives.rollouts import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    REWARDS,
+    EngineTexts,
+    rollout_steps,
+)
+from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import build_plan
 from mcore_train.step import backward, train_step
 
@@ -68,6 +79,10 @@ REWARD = """
 def low(prompt, completion, record):
     return sum(map(ord, completion)) / 1000 + len(prompt) + record.get("wish", 0)
 """
+
+
+GRPO_FLAGS = {"objective": "grpo", "prompts": "p.jsonl", "reward": "m:f", "mock_data": False}
+GRPO_SAMPLES = {**GRPO_FLAGS, "train_iters": 0, "train_samples": 24}
 
 
 def start(flags, world_size=1):
@@ -169,7 +184,7 @@ def plain_grpo(model, batches):
     losses, kls, rewards = [], [], []
     for batch in batches:
         for row in range(len(batch[TOKENS])):
-            end = batch.documents.rows[row].borders[1]
+            end = int(batch[LOSS_MASK][row].nonzero().max()) + 1
             mask = batch[LOSS_MASK][row, :end] > 0
             ids, labels = batch[TOKENS][row, :end], batch[LABELS][row, :end]
             logs, reference_logs = (
@@ -287,10 +302,11 @@ def test_stored_results_of_the_frozen_model_train_as_the_model_does(name, folder
         start(cached | {"seed": 5})
 
 
-def test_with_adapters_the_reference_is_the_model_without_them(folder):
+def test_with_adapters_the_reference_is_the_model_without_them(folder, tmp_path):
     flags = objective_flags("dpo", folder) | {"reference_model": "", "peft": "lora"}
     flags |= {"pretrained_checkpoint": str(folder / "reference"), "lora_dim": 4}
-    run = load_run(start(flags))
+    run = load_run(start(flags | {"save": str(tmp_path)}))
+    saved = save_run(run)
     assert run.frozen.chunks is run.chunks
     batches = train_batches(run)
     for _ in range(2):
@@ -300,14 +316,70 @@ def test_with_adapters_the_reference_is_the_model_without_them(folder):
     apart = next(train_batches(start(named)))
     again = next(train_batches(run))
     assert len(apart) == len(again)
-    for with_own, without in zip(apart, run.annotate(apart), strict=True):
-        torch.testing.assert_close(
-            with_own[dpo.REFERENCE_LOG_PROBS], without[dpo.REFERENCE_LOG_PROBS]
-        )
-    with torch.no_grad():
-        output, _ = run.chunks[0].run_stage(apart[0], None)
-        own = run.objective.unreduced_losses(output, apart[0])
-    assert own["rewards/margins"].abs().max() > 1e-6  # the adapters themselves have learnt
+
+    def largest_margin():
+        for with_own, without in zip(apart, run.annotate(apart), strict=True):
+            torch.testing.assert_close(
+                with_own[dpo.REFERENCE_LOG_PROBS], without[dpo.REFERENCE_LOG_PROBS]
+            )
+        with torch.no_grad():
+            output, _ = run.chunks[0].run_stage(apart[0], None)
+            return (
+                run.objective.unreduced_losses(output, apart[0])["rewards/margins"].abs().max()
+            )
+
+    assert largest_margin() > 1e-6  # the adapters themselves have learnt
+    rewind(run, saved)  # as --spike-policy rewind does
+    assert largest_margin() < 1e-12
+
+
+def test_rewards_that_are_no_numbers_are_left_out_with_their_prompts(folder):
+    records = ({"prompt": "ab"}, {"prompt": "abc", "wish": math.nan}, {"prompt": "a"})
+    file = folder / "spoiled.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    flags = objective_flags("grpo", folder) | {"prompts": str(file), "global_batch_size": 4}
+    flags |= {"grpo_iterations": 1, "reference_model": "", "grpo_kl_beta": 0.0}
+    states = []
+    for options in ({"spike_policy": "skip"}, {"iterations_to_skip": (1,)}):
+        run = start(flags | options)
+        with Reporter(Console(quiet=True), with_lines=False) as reporter:
+            train(run, reporter)
+        assert run.progress.consumed_train_samples == 12
+        assert run.progress.schedule_samples == 8
+        states.append(fingerprint(run, with_streams=True))
+        assert next(train_batches(run))[0][TOKENS][0, :2].tolist() == [*b"ab"]
+    assert states[0] == states[1]
+
+
+def test_in_the_batch_invariant_mode_the_engine_has_the_trainers_bits(folder, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    mode = {"batch_invariant_mode": True, "ffn_hidden_size": 64}
+    save_run(start({**BASE, **mode, "mock_data": True, "save": str(tmp_path)}))
+    run = start(objective_flags("grpo", folder) | mode | {"reference_model": str(tmp_path)})
+    engine_log_probs = []
+    texts = EngineTexts(run)
+
+    def write(prompts, seed):
+        texts.sync.push()
+        sampling = SamplingConfig(num_tokens=6)
+        numbers = [texts.engine.add(p, sampling, seed=seed + i) for i, p in enumerate(prompts)]
+        results = dict(event for event in texts.engine.run() if isinstance(event, tuple))
+        for number in numbers:
+            assert results[number].weights_versions == (texts.sync.version,)
+            engine_log_probs.extend(results[number].log_probs)
+        return [list(results[number].ids) for number in numbers]
+
+    steps = rollout_steps(run, write)
+    for step in range(3):
+        engine_log_probs = [] if step == 2 else engine_log_probs  # of the second round
+        batches = next(steps)
+        old = torch.cat([batch[OLD_LOG_PROBS][batch[LOSS_MASK] > 0] for batch in batches])
+        assert old.tolist() == engine_log_probs
+        losses = train_step(run, batches, 1e-2, 0.0).losses
+        assert losses["clip_ratio"] == 0 or step == 1
+        assert losses["kl"] == 0 or step > 0
+    torch.set_num_threads(threads)
 
 
 def test_the_commands_store_and_read_what_a_reference_computes(folder, tmp_path):
@@ -342,6 +414,20 @@ def test_the_commands_store_and_read_what_a_reference_computes(folder, tmp_path)
         ({"objective": "grpo", "mock_data": False}, "--prompts FILE.jsonl and --reward"),
         ({"objective": "dpo", "mtp_num_layers": 1}, "leave --mtp-num-layers out"),
         ({"reference_model": "x"}, "has no effect without --objective dpo, grpo or distill"),
+        ({"objective": "dpo", "z_loss_coeff": 1e-4}, "which --objective dpo does not train"),
+        (
+            {"objective": "own:Loss", "label_smoothing": 0.1},
+            "--objective own:Loss does not train",
+        ),
+        (
+            {"objective": "dpo", "batch_invariant_mode": True},
+            "does not cover packed documents: leave",
+        ),
+        (
+            {**GRPO_SAMPLES, "rampup_batch_size": (4, 4, 8)},
+            "one number of texts for all steps",
+        ),
+        ({**GRPO_FLAGS, "spike_policy": "rewind"}, "use skip or stop with --objective grpo"),
     ],
 )
 def test_what_an_objective_cannot_do_is_refused_before_ranks_meet(flags, message):

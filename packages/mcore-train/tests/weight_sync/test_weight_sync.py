@@ -73,7 +73,7 @@ def layouts_pushed_to_an_engine(folder):
     """Ranks 0 and 1 train, ranks 2 and 3 serve with split matrices."""
     whole = ParallelContext.build(ParallelConfig())
     rank, found = whole.world.rank, {}
-    contexts = [whole]  # destroyed last: torch names a group by its ranks and their number
+    contexts = [whole]
     for number, (name, layout) in enumerate(LAYOUTS.items()):
         if rank < 2:
             run = assembled(layout, seed=number, ranks=(0, 1))

@@ -149,7 +149,7 @@ def convert(
             verify = None
             if options.verify or options.check:
                 verify = partial(verify_native, judge=judge, on_progress=on_progress)
-            word, print_ = _write_native(found, output, watch, verify)
+            word, print_ = write_release(found, output, watch, verify)
         else:
             with atomic_dir(output) as folder:
                 word = WRITERS[target_format](folder, found, options, watch)
@@ -202,13 +202,20 @@ def mcore_to_hf(
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
-def _write_native(
+def write_release(
     source: OpenCheckpoint,
     output: Path,
     watch: Watch,
     verify: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or, with an optimizer's state, the step of that state.
+
+    Args:
+        source: checkpoint to write.
+        output: run folder.
+        watch: wraps the items to write.
+        verify: compares what was written with the source, and returns its fingerprint; None:
+            nothing is read back.
 
     Returns:
         ``model_type`` and the fingerprint.

@@ -1,7 +1,7 @@
 """Options of converting and upcycling, one field a flag of the command; imports no torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mcore_base.options import Because, Options, Rule, option
 from mcore_base.terminal import parse_size
@@ -90,6 +90,40 @@ class ConvertOptions(Options):
             f"--dtype {{dtype}} is not known: use {', '.join(DTYPE_WORDS)}.",
         ),
         Rule(("max_shard_size",), _wrong_size),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions(Options):
+    """How the weights of several checkpoints become one."""
+
+    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = "linear"
+    """Mean (linear); arc between two models (slerp); the base plus the sum of all changes to it
+    (task_arithmetic), or plus the mean of the largest changes of one sign (ties)."""
+
+    weights: tuple[float, ...] = ()
+    """A factor for each checkpoint; linear and slerp divide them by their sum; empty: equal."""
+
+    base: str = option("", needs={"method": ("task_arithmetic", "ties")})
+    """Checkpoint that the others were tuned from."""
+
+    scale: float = option(1.0, needs={"method": ("task_arithmetic", "ties")})
+    """Factor on the merged changes."""
+
+    density: float = option(0.2, above=0, maximum=1, needs={"method": "ties"})
+    """Share of each tensor's changes that is kept, the largest."""
+
+    rules = (
+        Rule(
+            ("method", "base"),
+            lambda v: v.method in ("task_arithmetic", "ties") and not v.base,
+            "--method {method} needs --base: the checkpoint that the others were tuned from.",
+        ),
+        Rule(
+            ("weights",),
+            lambda v: v.weights and (sum(v.weights) <= 0 or min(v.weights) < 0),
+            "--weights {weights} must be 0 or more, and not all 0.",
+        ),
     )
 
 

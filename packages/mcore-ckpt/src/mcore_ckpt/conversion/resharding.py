@@ -141,7 +141,7 @@ def average(
             "--optimizer schedule_free, or give two checkpoints or more."
         )
     for step, other in zip(steps[1:], weights[1:], strict=True):
-        _check_alike(steps[0], weights[0], step, other)
+        check_alike(steps[0], weights[0], step, other)
     extra = {
         name: indices[0].extra[name] for name in ("model", "hf") if name in indices[0].extra
     }
@@ -200,9 +200,10 @@ def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
         yield (total / len(parts)).to(dtype)
 
 
-def _check_alike(
+def check_alike(
     one: Path, first: Mapping[str, TensorEntry], other: Path, second: Mapping[str, TensorEntry]
 ) -> None:
+    """Raise ValueError, naming tensors, unless two checkpoints have the same tensors."""
     missing, extra = name_problems(first, second)
     problems = [f"only in {one}: {text}" for text in missing]
     problems += [f"only in {other}: {name}" for name in extra]

@@ -1,4 +1,4 @@
-"""Opens directories of torch.distributed.checkpoint with our names or Hugging Face's."""
+"""Opens directories of torch.distributed.checkpoint with our names or others'."""
 
 import json
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from mcore_ckpt.formats.open_checkpoint import (
     description_in,
     link_tensors,
 )
+from mcore_ckpt.formats.recognition import FUSED_EXPERTS, TITAN_EMBEDDING
 from mcore_ckpt.mapping.row_streams import Source
 from mcore_ckpt.mapping.rules import Table, expand, native_table, split_index, unstacked
 from mcore_ckpt.storage.files import Reader
@@ -76,7 +77,16 @@ def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str
     if any(name.startswith(f"{PREFIX}embedding.") for name in names):
         logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
         return native_table(logical), PREFIX
+    if any(name.endswith(TITAN_EMBEDDING) for name in names):
+        from mcore_ckpt.formats.state_dicts import titan_table
+
+        prefix = next(n for n in sorted(names) if n.endswith(TITAN_EMBEDDING))
+        return titan_table(description), prefix.removesuffix(TITAN_EMBEDDING)
     table = table_for(description)
+    if any(name.endswith(FUSED_EXPERTS) for name in names):
+        from mcore_ckpt.formats.state_dicts import with_fused_experts
+
+        table = with_fused_experts(table)
     wanted = {split_index(link.theirs)[0] for link in expand(table)}
     # Several names, since a single one may be the tensor that is missing.
     for some in sorted(wanted, key=len)[:_TRIED]:
@@ -87,5 +97,5 @@ def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str
     shown = ", ".join(sorted(names)[:5])
     raise ValueError(
         f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
-        "...): only names of Hugging Face and mcore are read."
+        "...): only names of Hugging Face, torchtitan's Llama and mcore are read."
     )

@@ -22,6 +22,7 @@ from mcore_ckpt.formats.open_checkpoint import (
     link_tensors,
 )
 from mcore_ckpt.formats.recognition import (
+    FUSED_EXPERTS,
     has_text_tower,
     is_quantized,
     is_state_spaces_release,
@@ -64,6 +65,10 @@ def open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     description, tensors = stored_model(known, tensors)
     family = find_family(known["model_type"])
     table = family.table(description)
+    if any(name.endswith(FUSED_EXPERTS) for name in tensors):
+        from mcore_ckpt.formats.state_dicts import with_fused_experts
+
+        table = with_fused_experts(table)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
     names = (*CARRIED, *inference_fields(family))
@@ -96,11 +101,14 @@ def open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
 
     with open_hf(base_folder(path), ConvertOptions()) as base:
         adapters = read_adapters(path, base.links)
-        theirs = cast_rows(MergedTensors(base.ours, adapters.rows, adapters.config), options)
+        merged = MergedTensors(base.ours, adapters.rows, adapters.config, adapters.replaced)
+        theirs = cast_rows(merged, options)
         links = [Link((name,), name) for name in theirs.entries]
         tokenizer, _ = small_files(path)
+        # New tokens lengthen the table.
+        rows = theirs.entries["embedding.weight"].shape[0]
         yield OpenCheckpoint(
-            *describe_rows(base.description, links, theirs, options),
+            *describe_rows(base.description | {"vocab_size": rows}, links, theirs, options),
             hf=base.hf,
             tokenizer=tokenizer or base.tokenizer,
             generation=base.generation,

@@ -29,9 +29,9 @@ from mcore_ckpt.storage.paths import PEFT_CONFIG
 
 TENSORS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
+_TRAINED = ".modules_to_save."
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva")
 _UNKNOWN = {
-    "modules_to_save": "whole modules that were trained",
     "target_parameters": "adapters of stacked experts",
     "bias": "trained biases",
     "lora_bias": "biases of adapters",
@@ -50,6 +50,9 @@ class PeftAdapters:
     rows: HeldRows
     config: dict[str, Any]
     """Rank, factor and targets, as in the index of our adapters; without the base."""
+    replaced: HeldRows
+    """Tensors that were trained as a whole (``modules_to_save``); new tokens make tables
+    longer."""
 
 
 def base_folder(folder: Path) -> Path:
@@ -73,8 +76,8 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
         CheckpointError: if the tensors are not those of adapters.
     """
     config = _checked(folder)
-    modules = _modules(folder)
     by_name = {link.theirs: link for link in links}
+    modules, replaced = _modules(folder, by_name)
     strange = sorted(modules.keys() - {name.removesuffix(".weight") for name in by_name})
     if strange:
         raise ValueError(
@@ -109,6 +112,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
             "lora_dropout": config.get("lora_dropout", 0.0),
             "lora_target_modules": _patterns(group_adapters(found), weights),
         },
+        HeldRows(replaced),
     )
 
 
@@ -225,21 +229,39 @@ def _checked(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _modules(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors, by module of the base and kind."""
+def _modules(
+    folder: Path, links: Mapping[str, Link]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Read the tensors: by module of the base and kind; and those in place of the base's.
+
+    Args:
+        folder: of the adapters.
+        links: of the base, by its names.
+
+    Returns:
+        Adapters under its names, and complete tensors under ours.
+    """
     file = folder / TENSORS
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {TENSORS}: pickles are not read.")
     found: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is no sound safetensors file: {error}.") from None
-    for name, tensor in tensors.items():
+    # Copies of the trained module win over those that PEFT saves of resized tables.
+    for name, tensor in sorted(tensors.items(), key=lambda item: _TRAINED in item[0]):
         kind = next((k for k in (A, B, MAGNITUDE) if name.endswith(f".{k}")), None)
+        if ".original_module." in name:
+            continue
+        if link := links.get(name.removeprefix(_BEFORE).replace(_TRAINED, ".")):
+            replaced |= _ours(link, tensor)
+            continue
         if kind is None or not name.startswith(_BEFORE):
             raise CheckpointError(
-                f"{file} holds {name}, which is no matrix or magnitude of a linear's adapter."
+                f"{file} holds {name}, which is no matrix or magnitude of a linear's adapter, "
+                "and no tensor of the base either."
             )
         module = name.removeprefix(_BEFORE).removesuffix(f".{kind}")
         found.setdefault(module, {})[kind] = tensor
@@ -247,8 +269,8 @@ def _modules(folder: Path) -> dict[str, dict[str, Tensor]]:
         if A not in kinds or B not in kinds:
             raise CheckpointError(f"{file} holds half of the adapter of {name}.")
     if not found:
-        raise CheckpointError(f"{file} is empty.")
-    return found
+        raise CheckpointError(f"{file} holds no adapters.")
+    return found, replaced
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

@@ -28,7 +28,7 @@ from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.mapping.views import DequantizedTensors
+from mcore_ckpt.mapping.views import DequantizedTensors, ScaledTensors
 from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -69,9 +69,15 @@ def take_quantization(
         return bare, name, UnpackedMxfp4
     if schemes := packed_schemes(how):
         return bare, name, partial(_packed, how=how, schemes=schemes)
+    if method == "bitsandbytes":
+        from mcore_ckpt.formats.bitsandbytes import BitsAndBytesRows
+
+        return bare, name, BitsAndBytesRows
     block = how.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and method == "fp8":
         return bare, name, partial(DequantizedTensors, block=(block[0], block[1]))
+    if method == "fp8" and block is None:
+        return bare, name, ScaledTensors
     return dict(config), name, None
 
 

@@ -18,16 +18,23 @@ QUANT_CONFIG = "hf_quant_config.json"
 """File with the quantization of a folder of the unified layout."""
 
 TOWERS = {
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "llama4": "llama4_text",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "llama4": ("llama4_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen2_5_vl": ("qwen2",),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_vl": ("qwen3",),
+    "qwen3_vl_moe": ("qwen3_moe",),
 }
-"""``model_type`` of a vision-language model, and that of its text tower."""
+"""``model_type`` of a vision-language model, and those that its text tower may have."""
+
+FUSED_EXPERTS = "experts.gate_up_proj"
+"""End of the name of all experts of a layer in a state dict of transformers 5."""
+
+TITAN_EMBEDDING = "tok_embeddings.weight"
+"""End of the name of the embedding in a state dict of torchtitan."""
 
 _OTHER_HEAD = re.compile(
     r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)"

@@ -6,7 +6,7 @@ one dimension for text. Weights of the vision part are left out.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.formats.recognition import TOWERS, has_text_tower
@@ -29,9 +29,10 @@ def text_tower(
     if not has_text_tower(config):
         return dict(config), dict(tensors)
     model_type = config["model_type"]
+    tower = _tower_of(config)
     top = {name: config[name] for name in _TOP if name in config}
     text = config.get("text_config") or config
-    merged = {**top, **text, "tie_word_embeddings": _ties(config, text)}
+    merged = {**top, **text, "tie_word_embeddings": _ties(config, text, tensors)}
     own = {name: v for name, v in merged.items() if not name.startswith(_ELSEWHERE)}
     for name in ("rope_scaling", "rope_parameters"):
         if own.get(name):
@@ -46,15 +47,32 @@ def text_tower(
     log.warning(
         "model_type %s: its text model is read, as %s; %d vision tensors are left out.",
         model_type,
-        TOWERS[model_type],
+        tower,
         left,
     )
-    return own | {"model_type": TOWERS[model_type]}, named
+    return own | {"model_type": tower}, named
 
 
-def _ties(config: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
+def _tower_of(config: Mapping[str, Any]) -> str:
+    """Return the family of the text model: one for each type, or the one that it names."""
+    towers = TOWERS[config["model_type"]]
+    named = (config.get("text_config") or {}).get("model_type", towers[0])
+    if len(towers) == 1:
+        return towers[0]
+    if named not in towers:
+        raise ValueError(
+            f"config.json has text_config.model_type={named!r}: of {config['model_type']} are "
+            f"read {' and '.join(towers)}."
+        )
+    return named
+
+
+def _ties(config: Mapping[str, Any], text: Mapping[str, Any], names: Collection[str]) -> Any:
     """Return ``tie_word_embeddings`` of the part that has the head."""
     name, model_type = "tie_word_embeddings", config["model_type"]
+    if model_type == "mistral3":  # true by default, and untied if there is a head all the same
+        has_head = any(one.endswith("lm_head.weight") for one in names)
+        return config.get(name, True) and not has_head
     if model_type == "llama4":  # its text model has the head
         return text.get(name, False)
     tied = config.get(name, model_type == "gemma3")

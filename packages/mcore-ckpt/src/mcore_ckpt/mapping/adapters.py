@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_base.stores import as_path
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import resolve_folder
 
@@ -77,15 +78,22 @@ def find_base(folder: Any, adapter: Mapping[str, Any]) -> str:
 class MergedTensors:
     """A model's tensors with its adapters merged."""
 
-    def __init__(self, base: Rows, adapters: Rows, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        base: Rows,
+        adapters: Rows,
+        config: Mapping[str, Any],
+        replaced: Rows | None = None,
+    ) -> None:
         """Match adapters with weights; read nothing.
 
         Args:
             base: the model, by logical name.
             adapters: by logical name.
             config: rank and factor, as in the index of adapters.
+            replaced: tensors in place of the base's, by logical name.
         """
-        self._base, self._adapters = base, adapters
+        self._base, self._adapters, self._replaced = base, adapters, replaced
         self._scale = config["lora_alpha"] / config["lora_dim"]
         self._by_weight = group_adapters(adapters.entries)
         self.entries: dict[str, TensorEntry] = {
@@ -93,11 +101,16 @@ class MergedTensors:
             for name, entry in base.entries.items()
             if not is_adapter(name)
         }
+        for name, entry in (replaced.entries if replaced else {}).items():
+            self.entries[name] = replace(entry, dtype=base.entries[name].dtype)
         if strange := sorted(self._by_weight.keys() - self.entries.keys()):
             raise ValueError(f"there are adapters of {strange[0]}, which the model lacks.")
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of the base and add their adapter's rows, in float32 or wider."""
+        if self._replaced is not None and name in self._replaced.entries:
+            found = self._replaced.rows(name, begin, stop)
+            return found.to(DTYPES[self.entries[name].dtype])
         rows = self._base.rows(name, begin, stop)
         if name not in self._by_weight:
             return rows

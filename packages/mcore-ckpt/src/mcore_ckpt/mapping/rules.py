@@ -37,6 +37,21 @@ class Rule:
     ours."""
     padding: int = 0
     """Rows of zeros after ours in the foreign tensor (a padded vocabulary)."""
+    head_rows: tuple[int, ...] = ()
+    """Of each head, the row of ours that each foreign row is; empty: the same order. For one
+    tensor of ours, neither transposed nor in groups."""
+
+
+def interleaved_rows(width: int) -> tuple[int, ...]:
+    """Return ``head_rows`` of heads whose neighbouring rows rotate together, as Meta's."""
+    half = width // 2
+    return tuple(row for pair in range(half) for row in (pair, pair + half))
+
+
+def swapped_rows(width: int) -> tuple[int, ...]:
+    """Return ``head_rows`` of heads that rotate the other way: their halves are swapped."""
+    half = width // 2
+    return (*range(half, width), *range(half))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +91,13 @@ class Link:
     """As in ``Rule``."""
     padding: int = 0
     """As in ``Rule``."""
+    head_rows: tuple[int, ...] = ()
+    """As in ``Rule``."""
 
     @property
     def is_plain(self) -> bool:
         """Whether each of ours is a contiguous range of the foreign rows, in order."""
-        return not self.transposed and self.groups == 1
+        return not self.transposed and self.groups == 1 and not self.head_rows
 
     def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the number of rows of each of ours."""
@@ -238,7 +255,7 @@ def _of_layer(rule: Rule, layer: int, num_experts: int) -> list[Link]:
 
 
 def _link(rule: Rule, ours: tuple[str, ...], theirs: str) -> Link:
-    alike = (rule.transposed, rule.sizes, rule.groups, rule.padding)
+    alike = (rule.transposed, rule.sizes, rule.groups, rule.padding, rule.head_rows)
     return Link(ours, theirs, *alike)
 
 

@@ -50,6 +50,13 @@ class RenamedRows:
         first = link.rows(shape)[number][0]
         if link.is_plain or not shape:
             return self._theirs.rows(link.theirs, first + begin, first + stop)
+        if link.head_rows:
+            # The heads that contain the rows, each in our order; of those the rows asked for.
+            H = len(link.head_rows)
+            low, high = begin // H * H, -(-stop // H) * H
+            heads = self._theirs.rows(link.theirs, low, high).unflatten(0, (-1, H))
+            order = torch.tensor(link.head_rows).argsort()
+            return heads[:, order].flatten(0, 1)[begin - low : stop - low].contiguous()
         # Their rows are ``groups`` blocks; each block has ``shares[0]`` rows of our first
         # tensor, then ``shares[1]`` of the second, and so on, such as q, k and v of a group
         # of heads.
@@ -116,6 +123,8 @@ def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
         yield torch.cat(parts).t().contiguous()
     elif link.groups > 1:
         yield from _blocks(link, ours)
+    elif link.head_rows:
+        yield from _reordered(link, ours)
     else:
         for name, shape in zip(link.ours, shapes, strict=True):
             for begin, end in row_groups(shape):
@@ -139,6 +148,16 @@ def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
             for name, share in zip(link.ours, shares, strict=True)
         ]
         yield torch.cat(parts, dim=1).flatten(0, 1).contiguous()
+
+
+def _reordered(link: Link, ours: Rows) -> Iterator[Tensor]:
+    (name,), H = link.ours, len(link.head_rows)
+    shape, order = ours.entries[name].shape, torch.tensor(link.head_rows)
+    row_bytes = prod(shape[1:]) * DTYPE_BYTES[ours.entries[name].dtype]
+    step = H * max(1, SLAB_BYTES // max(1, H * row_bytes))
+    for begin in range(0, shape[0], step):
+        heads = ours.rows(name, begin, min(begin + step, shape[0])).unflatten(0, (-1, H))
+        yield heads[:, order].flatten(0, 1).contiguous()
 
 
 class ResizedTensors:
@@ -190,6 +209,54 @@ class Cast:
                 f"{self._dtype} ends: cast to bf16, or leave the dtype unchanged."
             )
         return cast
+
+
+class ScaledTensors:
+    """fp8 weights with one scale for the tensor or each row, as floating-point numbers.
+
+    ``X`` becomes ``X * X_scale`` (``X_scale_inv`` in folders of transformers), in float32; the
+    scales of weights and inputs are hidden.
+    """
+
+    _KINDS = ("_scale", "_scale_inv")
+    _OF_INPUTS = (".input_scale", ".activation_scale", ".act_scale")
+
+    def __init__(self, under: Rows, dtype: str = "BF16") -> None:
+        """Pair weights with their scales.
+
+        Raises:
+            ValueError: if a weight has no scale, or one of another shape.
+        """
+        self._under, self._dtype = under, dtype
+        self._scales: dict[str, str] = {}
+        for name, entry in under.entries.items():
+            if entry.dtype != _FP8:
+                continue
+            found = [name + kind for kind in self._KINDS if name + kind in under.entries]
+            count = prod(under.entries[found[0]].shape) if found else 0
+            if count not in (1, entry.shape[0]):
+                raise ValueError(
+                    f"{name} is quantized: its scale {name}{self._KINDS[0]} must have one "
+                    f"number or {entry.shape[0]}, one a row, and has {count}."
+                )
+            self._scales[name] = found[0]
+        hidden = set(self._scales.values())
+        self.entries: dict[str, TensorEntry] = {
+            name: replace(entry, dtype=dtype, chunks=()) if name in self._scales else entry
+            for name, entry in under.entries.items()
+            if name not in hidden and not name.endswith(self._OF_INPUTS)
+        }
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, times their scales."""
+        held = self._under.rows(name, begin, stop)
+        if name not in self._scales:
+            return held
+        scale = self._scales[name]
+        is_one = prod(self._under.entries[scale].shape) == 1
+        part = (0, 1) if is_one else (begin, stop)
+        factors = self._under.rows(scale, *part).float().reshape(-1, *(1,) * (held.dim() - 1))
+        return (held.float() * factors).to(DTYPES[self._dtype])
 
 
 class DequantizedTensors:

@@ -54,6 +54,11 @@ def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
     base = base_folder(folder)
     with opened("hf", base) as found:
         adapters = read_adapters(folder, found.links)
+        if adapters.replaced.entries:
+            raise ValueError(
+                f"{folder} has whole tensors besides adapters (modules_to_save): merge them "
+                "with their base first (mcore-ckpt convert hf-to-mcore)."
+            )
         extra = {"model": found.description, "hf": found.hf}
     extra[ADAPTER] = {**adapters.config, "base": str(base.resolve())}
     tensors = {}

@@ -17,7 +17,7 @@ from mcore_ckpt.storage.index import read_index
 
 pytestmark = pytest.mark.megatron
 
-KINDS = ("dense", "experts", "mixed", "tied")
+KINDS = ("dense", "experts", "mixed", "tied", "latent")
 
 
 def peer(verb, folder, local):
@@ -46,10 +46,13 @@ def test_megatron_core_and_we_read_each_others_files_bitwise(tmp_path):
         form = json.loads((tmp_path / "theirs" / kind / "metadata.json").read_text())
         assert form["sharded_backend"] == "torch_dist"
         convert("megatron", tmp_path / "theirs" / kind, "mcore", tmp_path / "ours" / kind)
-        (check_tied if kind == "tied" else check_ours)(tmp_path, kind)
+        checks = {"tied": check_tied, "latent": check_latent}
+        checks.get(kind, check_ours)(tmp_path, kind)
         options = ConvertOptions(transformer_impl="local")
         back = tmp_path / "back" / kind
-        convert("mcore", tmp_path / "ours" / kind, "megatron", back, options)
+        # The latent one by way of its Hugging Face folder.
+        fmt, source = ("hf", "hf") if kind == "latent" else ("mcore", f"ours/{kind}")
+        convert(fmt, tmp_path / source, "megatron", back, options)
     peer("load", tmp_path / "back", tmp_path / "local")
     for kind in KINDS:
         for rank in range(2):
@@ -58,6 +61,21 @@ def test_megatron_core_and_we_read_each_others_files_bitwise(tmp_path):
             assert saved.keys() == loaded.keys()
             for name, tensor in saved.items():
                 assert torch.equal(tensor, loaded[name]), (kind, rank, name)
+
+
+def check_latent(tmp_path, kind):
+    """The same weights as a DeepSeek-V3 of transformers give Megatron's own logits."""
+    transformers = pytest.importorskip("transformers")
+    convert("megatron", tmp_path / "theirs" / kind, "hf", tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, experts_implementation="eager"
+    )
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    tokens = torch.arange(2 * 15).view(2, 15) * 7 % 256
+    files = (tmp_path / "local" / f"logits_{rank}.safetensors" for rank in range(2))
+    theirs = torch.cat([load_file(file)["logits"] for file in files], -1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, theirs, rtol=2e-5, atol=2e-4)
 
 
 def check_tied(tmp_path, kind):

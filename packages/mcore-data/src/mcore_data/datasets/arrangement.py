@@ -61,11 +61,13 @@ class TextRows:
         text: int64 [B, S + 1].
         num_tokens: int64 [B], tokens of each row.
         part_ends: for each row the ends of its stored documents, if an option needs them.
+        hidden: for rows with blocked documents a mask of their tokens, bool [S + 1], by row.
     """
 
     text: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     part_ends: list[NDArray[np.int64]]
+    hidden: dict[int, NDArray[np.bool_]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -91,9 +93,12 @@ class Arrangement:
         count = len(rows.text)
         if self._positions is None or len(self._positions) < count:
             self._positions = np.tile(np.arange(self.sequence_length), (count, 1))
-        return arrange(
+        batch = arrange(
             rows.text, rows.num_tokens, rows.part_ends, self._positions[:count], self.options
         )
+        for row, hidden in rows.hidden.items():
+            batch["loss_mask"][row, hidden[:-1] | hidden[1:]] = 0.0
+        return batch
 
 
 def arrange(

@@ -260,7 +260,12 @@ def prepare_chats(
 
 
 def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[str, Any]]]:
-    """Yield the chats of a JSONL file: a list of messages under ``key`` in each line."""
+    """Yield the chats of a JSONL file.
+
+    A line has a list of messages under ``key``, with role and content; or, in the forms of
+    published datasets, ``conversations`` with from and value (ShareGPT), ``instruction``,
+    ``input`` and ``output`` (Alpaca), or ``prompt`` and ``completion``.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--input {path} is not a file.")
     with Path(path).open("rb") as file:
@@ -269,12 +274,50 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
                 record = json.loads(line)
             except ValueError:
                 record = None
-            messages = record.get(key) if isinstance(record, dict) else None
-            if not isinstance(messages, list) or not messages:
+            try:
+                messages = _messages_of(record, key) if isinstance(record, dict) else []
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: a message without {error}.") from None
+            if not messages:
                 raise ValueError(
                     f"{path}, line {number}: no chat (a list of messages under {key!r})."
                 )
             yield messages
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool"}
+"""ShareGPT's names of roles that differ from the usual ones."""
+
+
+def _messages_of(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the messages of a record of any known form; empty if there are none."""
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    messages = record.get(key, record.get("conversations"))
+    if isinstance(messages, list):
+        return [*(system if "conversations" in record else []), *map(_message_of, messages)]
+    if "instruction" in record and "output" in record:
+        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        return [*system, *_ask(question, record["output"])]
+    if "prompt" in record and "completion" in record:
+        prompt, answer = record["prompt"], record["completion"]
+        if isinstance(prompt, list):
+            return list(map(_message_of, [*prompt, *answer]))
+        return [*system, *_ask(prompt, answer)]
+    return []
+
+
+def _ask(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _message_of(message: dict[str, Any]) -> dict[str, Any]:
+    if "from" in message and "role" not in message:
+        role = message["from"]
+        return {"role": _ROLES.get(role, role), "content": message["value"]}
+    content = message.get("content")
+    if isinstance(content, list):  # parts, of which only text is trained on
+        return {**message, "content": "".join([part["text"] for part in content])}
+    return message
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

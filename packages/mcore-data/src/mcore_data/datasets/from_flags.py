@@ -243,5 +243,10 @@ def _build_mock(
 def _build_chats(tokens: IndexedDataset, **options: Any) -> PackedDataset:
     """Build a dataset of packed chats from the pairs of tokens and of loss masks."""
     prefix = tokens.prefix.removesuffix(TOKENS) + LEARNT
-    learnt = IndexedDataset(prefix, mmap=tokens.mmap, cache_path=tokens.cache_path)
+    learnt = IndexedDataset(
+        prefix,
+        mmap=tokens.mmap,
+        cache_path=tokens.cache_path,
+        cache_bytes=tokens.cache_bytes,
+    )
     return PackedDataset(tokens, weights=learnt, too_long="truncate", **options)

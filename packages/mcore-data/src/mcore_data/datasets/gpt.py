@@ -133,6 +133,7 @@ class GPTDataset:
             inter_document_masking=inter_document_masking,
         )
         self.arrangement = Arrangement(sequence_length, options)
+        self._blocked: NDArray[np.bool_] | None = getattr(sequences, "blocked", None)
         lengths = sequences.lengths
         ids = range(len(lengths)) if document_ids is None else document_ids
         self.document_ids = ids
@@ -203,6 +204,11 @@ class GPTDataset:
                 part_lengths.append(self._fill(rows.text[place], parts, own_parts, sample))
             num_tokens = np.array([min(sum(n), size) for n in part_lengths])
         rows.num_tokens[places] = num_tokens
+        if self._blocked is not None and (blocked := self._blocked[parts.sequences]).any():
+            stored_lengths = np.split(parts.lengths, begins[1:])
+            self._hide(
+                rows, places, np.split(blocked, begins[1:]), part_lengths or stored_lengths
+            )
         # part_lengths is empty if no option needs borders.
         for place, lengths in zip(places, part_lengths, strict=False):
             rows.part_ends[place] = np.cumsum(lengths)
@@ -252,6 +258,29 @@ class GPTDataset:
             if sample < len(self)
             and any(part == sequence and count for part, _, count in self.sources(sample))
         ]
+
+    def _hide(
+        self,
+        rows: TextRows,
+        places: NDArray[np.integer],
+        blocked: Sequence[NDArray[np.bool_]],
+        lengths: Sequence[NDArray[np.int64]],
+    ) -> None:
+        """Overwrite blocked documents, and note their tokens for the loss mask.
+
+        Args:
+            rows: filled rows.
+            places: row of each sample.
+            blocked: for each sample, whether each part is of a blocked document.
+            lengths: for each sample, tokens of each part.
+        """
+        size = rows.text.shape[1]
+        for place, parts, sizes in zip(places.tolist(), blocked, lengths, strict=True):
+            hidden = np.repeat(parts, sizes)[:size]
+            if hidden.any():
+                hidden = np.pad(hidden, (0, size - len(hidden)))
+                rows.text[place, hidden] = self.arrangement.options.eod or 0
+                rows.hidden[place] = hidden
 
     def _fill(
         self, row: NDArray[np.int64], parts: Parts, own_parts: slice, sample: int

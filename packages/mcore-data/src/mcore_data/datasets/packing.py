@@ -111,13 +111,18 @@ class PackedDataset:
         tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
         loss_mask = np.zeros(S, np.float32)
         starts, place = [], 0
+        blocked = getattr(self.sequences, "blocked", None)
         for source in self.sources(sample):
             text = self.sequences.get(*source)
+            is_blocked = blocked is not None and blocked[source[0]]
             stop = place + len(text) - 1
             tokens[place:stop], labels[place:stop] = text[:-1], text[1:]
-            loss_mask[place:stop] = (
-                1.0 if self.weights is None else self.weights.get(*source)[1:]
-            )
+            if is_blocked:  # attention stays inside a text, so zeros reach no other one
+                tokens[place:stop] = labels[place:stop] = 0
+            elif self.weights is None:
+                loss_mask[place:stop] = 1.0
+            else:
+                loss_mask[place:stop] = self.weights.get(*source)[1:]
             starts.append(stop)
             place = stop
         borders = np.array(starts)

@@ -8,7 +8,7 @@ a document of its own, which attends to nothing else.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,37 @@ class PreferenceReport:
 
 def read_preferences(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSONL file that have ``chosen`` and ``rejected``."""
+    names = {"chosen", "rejected"}
+    return read_records(
+        path, "--input", "record of chosen and rejected", lambda record: names <= record.keys()
+    )
+
+
+def read_records(
+    path: str | Path, flag: str, expected: str, is_valid: Callable[[dict[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file.
+
+    Args:
+        path: of the file.
+        flag: option that names the file, for errors.
+        expected: content of a line, for errors.
+        is_valid: whether an object has that content.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a line that is not valid.
+    """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
+        raise FileNotFoundError(f"{flag} {path} is not a file.")
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
-                raise ValueError(f"{path}, line {number}: no record of chosen and rejected.")
+            if not isinstance(record, dict) or not is_valid(record):
+                raise ValueError(f"{path}, line {number}: no {expected}.")
             yield record
 
 

@@ -6,6 +6,7 @@ sequences, the numbers of samples and the blend.
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from mcore_data.datasets.data_paths import (
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.packing import PackedDataset
 from mcore_data.datasets.splitting import split_bounds
+from mcore_data.indexed.blocklist import blocked_sequences, read_blocklist
 from mcore_data.indexed.index_format import idx_path
 from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
@@ -61,6 +63,7 @@ def build_splits(
             per_split, config, builds, num_samples, by_documents=by_documents
         )
     blend = parse_blend(read_words(config))
+    _warn_of_repeats(blend)
     split = config.split or _DEFAULT_SPLIT
     return tuple(
         _build_blend(
@@ -93,6 +96,8 @@ def build_own_splits(
         is_separate = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i], by_documents=by_documents)
         blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
+        if blend and i == SPLITS.index("train"):
+            _warn_of_repeats(blend)
         datasets.append(None if is_separate else _build_blend(blend, config, builds[i], share))
     return tuple(datasets)
 
@@ -199,8 +204,24 @@ def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
             f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "
             "mcore-data prepare-chats, with --objective dpo that of prepare-preferences."
         )
-    return IndexedDataset(
+    dataset = IndexedDataset(
         prefix + TOKENS * is_marked,
         mmap=config.mmap_bin_files,
         cache_path=config.object_storage_cache_path,
+        cache_bytes=int(config.object_storage_cache_gib * 2**30),
     )
+    if config.blocklist:
+        blocklist = read_blocklist(config.blocklist)
+        dataset.blocked = blocked_sequences(blocklist, dataset, config.data_cache_path)
+    return dataset
+
+
+def _warn_of_repeats(blend: Blend) -> None:
+    """Warn of a prefix that a blend has several times: its samples are the same each time."""
+    names = [os.path.normpath(prefix) for prefix in blend.prefixes]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        log.warning(
+            "--data-path has %s %d times: each reads the same samples in the same order. Name "
+            "it once, with the sum of the weights.",
+            *(name, names.count(name)),
+        )

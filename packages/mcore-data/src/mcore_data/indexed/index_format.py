@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_base.stores import as_path
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -43,17 +45,22 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def bin_path(prefix: str | Path) -> Path:
     """Path of the tokens of dataset ``prefix``."""
-    return Path(f"{prefix}.bin")
+    return as_path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
     """Path of the index of dataset ``prefix``."""
-    return Path(f"{prefix}.idx")
+    return as_path(f"{prefix}.idx")
 
 
 def origins_path(prefix: str | Path) -> Path:
     """Path of the file that names the record of each document of dataset ``prefix``."""
-    return Path(f"{prefix}.origins")
+    return as_path(f"{prefix}.origins")
+
+
+def kept_path(prefix: str | Path) -> Path:
+    """Path of the file with the kept values of each document of dataset ``prefix``."""
+    return as_path(f"{prefix}.kept")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from mcore_base.atomic_files import replace_file
+from mcore_base.atomic_files import replace_file, write_durably
+from mcore_base.stores import as_path, is_store
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,
     idx_path,
+    kept_path,
     origins_path,
 )
 
@@ -46,7 +48,7 @@ _TYPES = {
 
 def manifest_path(prefix: str | Path) -> Path:
     """Path of the manifest of a pair."""
-    return Path(f"{prefix}.manifest.json")
+    return as_path(f"{prefix}.manifest.json")
 
 
 def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
@@ -60,7 +62,7 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
     paths = [idx_path(prefix)] if "pairs" in facts else [bin_path(prefix), idx_path(prefix)]
-    paths += [path for path in [origins_path(prefix)] if path.is_file()]
+    paths += [path for path in (origins_path(prefix), kept_path(prefix)) if path.is_file()]
     files = {
         path.name: {
             "bytes": path.stat().st_size,
@@ -126,13 +128,15 @@ def logical_bins(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dic
 
     Their prefixes in the manifest start at the manifest's folder. Empty for a pair.
     """
-    folder = Path(prefix).parent
+    folder = as_path(prefix).parent
     return {bin_path(folder / pair["prefix"]): pair for pair in facts.get("pairs", ())}
 
 
 def _files(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
     """All files of a manifest, each with its bytes and SHA-256."""
-    own = {Path(f"{prefix}{Path(name).suffix}"): file for name, file in facts["files"].items()}
+    own = {
+        as_path(f"{prefix}{Path(name).suffix}"): file for name, file in facts["files"].items()
+    }
     return own | logical_bins(prefix, facts)
 
 
@@ -190,6 +194,9 @@ def versions() -> dict[str, str]:
 
 def replace_json(path: Path, facts: Mapping[str, Any]) -> None:
     """Write a JSON file that carries a digest of itself; only one process may at a time."""
+    if is_store(path):
+        write_durably(path, _render(facts))
+        return
     replace_file(path, lambda file: file.write(_render(facts)), Path(f"{path}.partial"))
 
 

@@ -5,10 +5,13 @@ by number; and pairs whose ids mean the same. Of pairs without a manifest, such 
 only dtype and kind are known.
 """
 
+import hashlib
 import logging
 import os
+import time
 from collections.abc import Sequence
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ from mcore_data.indexed.manifest import (
     has_files,
     logical_bins,
     manifest_path,
+    parse_json,
     read_manifest,
+    replace_json,
     write_manifest,
 )
 from mcore_data.indexed.origins import UNKNOWN, read_origins
@@ -29,6 +34,9 @@ from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 
 log = logging.getLogger(__name__)
+
+_COPY_BYTES = 8 << 20
+_SAVED_EVERY_S = 5.0
 
 # What must be equal in all pairs, with the option that decides it; a name may lead into a fact.
 _SETTINGS = {
@@ -39,6 +47,7 @@ _SETTINGS = {
     "eod": "end-of-document id",
     "sentence_splitter": "--sentence-splitter",
     "keep_newlines": "--keep-newlines",
+    "keep_keys": "--keep-keys",
 }
 Pair = tuple[str, dict[str, Any]]
 """Prefix and manifest of a pair; the manifest is empty if there is none."""
@@ -51,6 +60,8 @@ def merge_pairs(
     overwrite: bool = False,
     allow_missing: bool = False,
     logical: bool = False,
+    bins_elsewhere: bool = False,
+    workers: int = 1,
 ) -> IndexedDataset:
     """Write all documents of some pairs as one pair, or as one logical dataset.
 
@@ -65,6 +76,10 @@ def merge_pairs(
         allow_missing: join parts of a division although some are missing.
         logical: write index, origins and manifest only, and leave the tokens in the pairs,
             which must have manifests. Sizes are compared, and no token is read.
+        bins_elsewhere: the ``.bin`` files of a logical dataset are not here, but will lie at
+            the same places from its manifest.
+        workers: threads that copy tokens, if all pairs have manifests. The same call after a
+            kill continues with the pairs that were not copied yet.
 
     Raises:
         ValueError: if there are no pairs, or they differ in dtype or kind, or by their
@@ -91,11 +106,11 @@ def merge_pairs(
         if not overwrite:
             _refuse_other(output_prefix, merged_from)
         for prefix, facts in pairs:
-            if logical:
+            if logical and not bins_elsewhere:
                 _refuse_incomplete(prefix, facts)
-            elif facts:
-                check_files(prefix, facts)
-        checksum = _join(pairs, output_prefix, logical)
+            elif facts and not logical:
+                _check_without_bin(prefix, facts)
+        checksum = _join(pairs, output_prefix, logical, bins_elsewhere, workers)
         tokens = (
             {"pairs": _list_pairs(pairs, output_prefix)}
             if logical
@@ -131,6 +146,8 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
         for prefix, facts in pairs:
             group, _, inner = name.rpartition(".")
             values = facts.get(group, {}) if group else facts
+            if facts and name == "keep_keys":
+                values = {"keep_keys": [], **values}  # manifests of earlier versions
             if inner in values:
                 first.setdefault(repr(values[inner]), prefix)
         if len(first) > 1:
@@ -263,19 +280,34 @@ def _bins(prefix: str, facts: dict[str, Any]) -> dict[Path, dict[str, Any]]:
     return logical_bins(prefix, facts) if own is None else {bin_path(prefix): own}
 
 
-def _join(pairs: Sequence[Pair], output_prefix: str | Path, logical: bool) -> str:
+def _join(
+    pairs: Sequence[Pair],
+    output_prefix: str | Path,
+    logical: bool,
+    bins_elsewhere: bool,
+    workers: int,
+) -> str:
     """Write the files of the joined pair; returns the checksum of its ``.bin``."""
-    origins = [read_origins(*pair) for pair in pairs]
+    checksum, copied = "", None
+    if not logical and all(facts for _, facts in pairs):
+        copied = Path(f"{output_prefix}.bin.copied")
+        checksum = copy_bins(
+            [item for prefix, facts in pairs for item in _bins(prefix, facts).items()],
+            copied,
+            workers,
+        )
+    origins = [read_origins(*pair, bins_elsewhere=bins_elsewhere) for pair in pairs]
     some_known = any(rows is not UNKNOWN for rows in origins)
     num_inputs = 0
-    first = IndexedDataset(pairs[0][0])
-    multimodal = first.index.modes is not None
+    first = read_index(idx_path(pairs[0][0]))
+    multimodal = first.modes is not None
     with IndexedWriter(
         output_prefix,
         first.dtype,
         multimodal=multimodal,
-        checksum=not logical,
-        index_only=logical,
+        checksum=not logical and copied is None,
+        index_only=logical or copied is not None,
+        bin_from=copied,
     ) as writer:
         for (prefix, facts), rows in zip(pairs, origins, strict=True):
             if some_known:  # inputs are numbered over all pairs
@@ -284,14 +316,101 @@ def _join(pairs: Sequence[Pair], output_prefix: str | Path, logical: bool) -> st
             num_inputs += len(facts.get("inputs", ()))
             writer.add_index(prefix)
         manifest_path(output_prefix).unlink(missing_ok=True)  # of an earlier pair
-        return writer.finalize()
+        checksum = writer.finalize() or checksum
+    Path(f"{output_prefix}.bin.copied.json").unlink(missing_ok=True)
+    return checksum
+
+
+def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers: int) -> str:
+    """Copy files end to end, several at a time, and compare each with its checksum.
+
+    ``<target>.json`` lists the files that were copied and flushed, so that the same call after
+    a kill copies only the others.
+
+    Args:
+        bins: files with their bytes and SHA-256, in order.
+        target: file to write.
+        workers: number of threads.
+
+    Returns:
+        SHA-256 of the whole, which one thread computes in order.
+
+    Raises:
+        CorruptDatasetError: if a file has another size or checksum.
+    """
+    sizes = [file["bytes"] for _, file in bins]
+    starts = [0, *accumulate(sizes)]
+    identity = hashlib.sha256(repr([file for _, file in bins]).encode()).hexdigest()
+    journal = Path(f"{target}.json")
+    stored = (parse_json(journal.read_bytes()) or {}) if journal.is_file() else {}
+    done: set[int] = set()
+    if stored.get("identity") == identity and target.is_file():
+        done = set(stored["done"])
+    whole = hashlib.sha256()
+    with target.open("r+b" if done else "w+b") as out, ThreadPoolExecutor(workers) as pool:
+        out.truncate(starts[-1])
+        left = [number for number in range(len(bins)) if number not in done]
+        copies = {
+            number: pool.submit(_copy_bin, *bins[number], out.fileno(), starts[number])
+            for number in left
+        }
+        saved_at = time.monotonic()
+        try:
+            for number in range(len(bins)):
+                if number in copies:
+                    copies[number].result()
+                position = starts[number]
+                while position < starts[number + 1]:  # mostly still in the page cache
+                    data = os.pread(
+                        out.fileno(), min(_COPY_BYTES, starts[number + 1] - position), position
+                    )
+                    whole.update(data)
+                    position += len(data)
+                if time.monotonic() - saved_at > _SAVED_EVERY_S or number == len(bins) - 1:
+                    finished = {n for n, copy in copies.items() if copy.done()}
+                    finished = {n for n in finished if copies[n].exception() is None}
+                    os.fsync(out.fileno())
+                    facts = {"identity": identity, "done": sorted(done | finished)}
+                    replace_json(journal, facts)
+                    saved_at = time.monotonic()
+        except BaseException as error:
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, CorruptDatasetError):
+                target.unlink()
+                journal.unlink(missing_ok=True)
+            raise
+    return whole.hexdigest()
+
+
+def _copy_bin(path: Path, file: dict[str, Any], out: int, start: int) -> None:
+    digest, position = hashlib.sha256(), start
+    if not path.is_file() or path.stat().st_size != file["bytes"]:
+        raise CorruptDatasetError(
+            f"{path} is missing or has not the {file['bytes']} bytes of its manifest. Write "
+            "the dataset again."
+        )
+    with path.open("rb", buffering=0) as source:
+        while data := source.read(_COPY_BYTES):
+            digest.update(data)
+            position += os.pwrite(out, data, position)
+    if digest.hexdigest() != file["sha256"] or position != start + file["bytes"]:
+        raise CorruptDatasetError(
+            f"{path} does not have the checksum of its manifest: bytes have changed. Write the "
+            "dataset again, or fetch it anew."
+        )
+
+
+def _check_without_bin(prefix: str, facts: dict[str, Any]) -> None:
+    """Check the small files of a pair; its tokens are checked while they are copied."""
+    rest = {name: file for name, file in facts["files"].items() if not name.endswith(".bin")}
+    check_files(prefix, {**facts, "files": rest, "pairs": ()})
 
 
 def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Facts that are equal in all manifests, and sums of verified and left-out records."""
     if not all(manifests):
         return {}
-    names = ("key", "append_eod", "eod", "sentence_splitter", "keep_newlines", "tokenizer")
+    names = [name.partition(".")[0] for name in _SETTINGS]
     common = {
         name: manifests[0][name]
         for name in names

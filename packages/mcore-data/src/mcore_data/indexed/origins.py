@@ -5,9 +5,13 @@ from ``document`` on, up to the next row, are consecutive records of the input a
 ``input`` of the manifest's ``inputs``, from ``record`` on, counted from 1. So each input has a
 row, and another one after each record that was left out. Of several rows for one document the
 last counts; input -1 means that the origin is unknown.
+
+``<pair>.kept`` holds a line of JSON for each document: the values that ``--keep-keys`` stored,
+under the names of the manifest's ``keep_keys``.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.index_format import CorruptDatasetError, origins_path
+from mcore_data.indexed.index_format import CorruptDatasetError, kept_path, origins_path
 from mcore_data.indexed.manifest import has_files, read_manifest
+from mcore_data.indexed.object_store import fetch_file, is_remote
 
+_KEPT_BYTES = 1 << 22
 UNKNOWN: NDArray[np.int64] = np.array([[0, -1, 0]])
 """Rows of a pair whose origins are unknown."""
 
@@ -69,20 +75,58 @@ class Origins:
         )
 
 
-def read_origins(prefix: str | Path, facts: Mapping[str, Any]) -> NDArray[np.int64]:
+def read_kept(prefix: str | Path, cache_path: str | Path = "") -> Iterator[list[list[Any]]]:
+    """Yield the kept values of all documents of a pair, some thousand documents at a time.
+
+    Raises:
+        CorruptDatasetError: if a line is damaged.
+    """
+    path = kept_path(prefix)
+    if is_remote(prefix):
+        path = fetch_file(str(prefix), ".kept", cache_path)
+    with path.open("rb") as file:
+        while lines := file.readlines(_KEPT_BYTES):
+            try:
+                yield json.loads(b"[" + b",".join(lines) + b"]")
+            except ValueError as error:
+                raise CorruptDatasetError(f"{path} is damaged: {error}.") from error
+
+
+def kept_values(
+    prefix: str | Path, document: int, cache_path: str | Path = ""
+) -> dict[str, Any]:
+    """Kept values of one document by key; empty if the pair has none."""
+    names = read_manifest(prefix).get("keep_keys", ())
+    if not names:
+        return {}
+    for rows in read_kept(prefix, cache_path):
+        if document < len(rows):
+            return dict(zip(names, rows[document], strict=True))
+        document -= len(rows)
+    raise CorruptDatasetError(f"{kept_path(prefix)} has fewer lines than documents.")
+
+
+def read_origins(
+    prefix: str | Path, facts: Mapping[str, Any], *, bins_elsewhere: bool = False
+) -> NDArray[np.int64]:
     """Rows [N, 3] of a pair; ``UNKNOWN`` without origins or if the files differ in size.
+
+    Args:
+        prefix: prefix of the pair.
+        facts: its manifest.
+        bins_elsewhere: the ``.bin`` need not be here.
 
     Raises:
         CorruptDatasetError: if the file has no whole rows, or its documents do not rise, or it
             names inputs that the manifest does not have.
     """
     named = any(name.endswith(".origins") for name in facts.get("files", ()))
-    if not named or not has_files(prefix, facts):
+    if not named or not (bins_elsewhere or is_remote(prefix) or has_files(prefix, facts)):
         return UNKNOWN
-    numbers = np.fromfile(origins_path(prefix), "<i8")
-    rows = numbers[: len(numbers) // 3 * 3].reshape(-1, 3)
+    data = origins_path(prefix).read_bytes()
+    rows = np.frombuffer(data, "<i8", len(data) // 24 * 3).reshape(-1, 3)
     if (
-        rows.nbytes != origins_path(prefix).stat().st_size
+        rows.nbytes != len(data)
         or (np.diff(rows[:, 0]) < 0).any()
         or (rows[:, 1] >= len(facts.get("inputs", ()))).any()
     ):

@@ -11,17 +11,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mcore_base.atomic_files import FULL_DISK
-from mcore_base.file_lock import FileLock, LockHeldError
+from mcore_base.file_lock import LockHeldError, lock_at
+from mcore_base.stores import as_path, is_store
 from mcore_data.indexed.index_format import bin_path, idx_path
 from mcore_data.indexed.manifest import manifest_path, read_manifest
 
 
 def make_folder(folder: Path, flag: str) -> None:
     """Make a folder for outputs; raises ValueError if no file can be written to it."""
+    if is_store(folder):
+        return  # stores have no folders
     if "://" in flag:
         raise ValueError(
-            f"{flag}: outputs are local files. Name a place on this machine, and copy .bin "
-            "and .idx to the store once they are whole; from there they are read as they are."
+            f"{flag}: these outputs are local files. Name a place on this machine, and copy "
+            ".bin and .idx to the store once they are whole."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +39,7 @@ def make_folder(folder: Path, flag: str) -> None:
 
 def make_parent_folder(output_prefix: str | Path) -> None:
     """Make the folder of a pair, as ``make_folder``; of ``corpus/`` it is the folder corpus."""
-    make_folder(Path(os.path.dirname(output_prefix)), f"--output-prefix {output_prefix}")
+    make_folder(as_path(os.path.dirname(output_prefix)), f"--output-prefix {output_prefix}")
 
 
 @contextlib.contextmanager
@@ -46,7 +49,7 @@ def only_writer(prefix: str | Path) -> Iterator[None]:
     Other hosts see the lock too. It belongs to the process, not to its children.
     """
     try:
-        with FileLock(Path(f"{prefix}.lock")):
+        with lock_at(as_path(f"{prefix}.lock")):
             yield
     except LockHeldError as error:
         raise ValueError(

@@ -25,7 +25,12 @@ from mcore_data.indexed.index_format import (
     read_index,
 )
 from mcore_data.indexed.manifest import logical_bins, manifest_path, read_manifest
-from mcore_data.indexed.object_store import StoreBin, fetch_index, is_remote
+from mcore_data.indexed.object_store import (
+    StoreBins,
+    address_of,
+    fetch_file,
+    is_remote,
+)
 
 _OPEN_BINS = 256  # a process may often open 1024 files
 
@@ -42,6 +47,9 @@ class IndexedDataset:
         mmap: map the ``.bin`` (default); False reads it with one call per sequence, for
             file systems on which maps are slow.
         cache_path: local folder for the indices of prefixes in object stores.
+        cache_bytes: most bytes of tokens that are kept in this folder; 0 keeps none.
+        blocked: bool [S], sequences that no sample may show (``blocklist.py``). Only datasets
+            of samples look at it; reads here return all tokens.
 
     Raises:
         FileNotFoundError: if the ``.bin`` or the ``.idx`` is missing.
@@ -49,15 +57,22 @@ class IndexedDataset:
     """
 
     def __init__(
-        self, prefix: str | Path, *, mmap: bool = True, cache_path: str | Path = ""
+        self,
+        prefix: str | Path,
+        *,
+        mmap: bool = True,
+        cache_path: str | Path = "",
+        cache_bytes: int = 0,
+        blocked: NDArray[np.bool_] | None = None,
     ) -> None:
-        self.prefix = str(prefix)
+        self.blocked = blocked
+        self.prefix = address_of(prefix)
         self.mmap = mmap
         self.cache_path = str(cache_path)
+        self.cache_bytes = cache_bytes
+        self._bin: _MappedBin | _FileBin | _LogicalBin | StoreBins
         if is_remote(self.prefix):
-            self.index = read_index(fetch_index(self.prefix, cache_path))
-            self._bin = StoreBin(self.prefix, self.index.dtype)
-            _check_pair(self.prefix, self.index, self._bin.size_bytes)
+            self._open_remote()
             return
         bins = logical_bins(prefix, {} if bin_path(prefix).is_file() else read_manifest(prefix))
         for path in (idx_path(prefix), *([] if bins else [bin_path(prefix)])):
@@ -70,6 +85,20 @@ class IndexedDataset:
             return
         _check_pair(self.prefix, self.index, bin_path(prefix).stat().st_size)
         self._bin = (_MappedBin if mmap else _FileBin)(bin_path(prefix), self.index.dtype)
+
+    def _open_remote(self) -> None:
+        self.index = read_index(fetch_file(self.prefix, ".idx", self.cache_path))
+        facts = {} if bin_path(self.prefix).is_file() else read_manifest(self.prefix)
+        bins = logical_bins(self.prefix, facts)
+        addresses = {address_of(path): file["bytes"] for path, file in bins.items()}
+        bins = StoreBins(
+            addresses or {f"{self.prefix}.bin": None},
+            self.index.dtype,
+            self.cache_path,
+            self.cache_bytes,
+        )
+        _check_pair(self.prefix, self.index, bins.size_bytes)
+        self._bin = bins
 
     @property
     def dtype(self) -> np.dtype:
@@ -136,9 +165,9 @@ class IndexedDataset:
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
 
-    def locate(self, byte: int) -> tuple[Path, int]:
+    def locate(self, byte: int) -> tuple[Path | str, int]:
         """File that holds a byte of the tokens, and the byte's position in this file."""
-        if isinstance(self._bin, _LogicalBin):
+        if isinstance(self._bin, (_LogicalBin, StoreBins)):
             return self._bin.locate(byte)
         return bin_path(self.prefix), byte
 
@@ -168,13 +197,16 @@ class IndexedDataset:
             # Joined as bytes: numpy takes far longer for each range.
             view = self._bin.view
             parts = [view[start:stop] for start, stop in places]
+        elif isinstance(self._bin, StoreBins):
+            parts = self._bin.read_ranges(list(places))
         else:
             read = self._bin.read
             parts = [read(start, (stop - start) // size) for start, stop in places]
         return np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.prefix, self.mmap, self.cache_path)
+        options = self.mmap, self.cache_path, self.cache_bytes, self.blocked
+        return _reopen, (self.prefix, *options)
 
 
 class _MappedBin:
@@ -268,8 +300,16 @@ class _LogicalBin:
         return self._kind(path, self._dtype)
 
 
-def _reopen(prefix: str, mmap: bool, cache_path: str) -> IndexedDataset:
-    return IndexedDataset(prefix, mmap=mmap, cache_path=cache_path)
+def _reopen(
+    prefix: str,
+    mmap: bool,
+    cache_path: str,
+    cache_bytes: int,
+    blocked: NDArray[np.bool_] | None,
+) -> IndexedDataset:
+    return IndexedDataset(
+        prefix, mmap=mmap, cache_path=cache_path, cache_bytes=cache_bytes, blocked=blocked
+    )
 
 
 def _check_pair(prefix: str, index: IdxArrays, actual: int) -> None:

@@ -25,18 +25,21 @@ from mcore_data.indexed.index_format import (
     bin_path,
     dtype_code,
     idx_path,
+    kept_path,
     origins_path,
+    read_index,
 )
 from mcore_data.indexed.reader import IndexedDataset
 
 _FLOW_BYTES = 32 << 20
+_OPTIONAL = {"origins": origins_path, "kept": kept_path}
 _LONGEST = np.iinfo(np.int32).max
 
 
 class IndexedWriter:
     """Stream sequences into a ``.bin``/``.idx`` pair.
 
-    Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,origins,modes}.partial``;
+    Data go to ``<prefix>.{bin,lengths,borders,origins,kept,modes}.partial``;
     ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes the pair if
     that was not done, or after an exception removes the partial files. Two writers must not
     write one prefix.
@@ -49,6 +52,7 @@ class IndexedWriter:
         checksum: compute the SHA-256 of the ``.bin`` while writing, for ``finalize``.
         index_only: write no ``.bin``: ``add_index`` leaves the tokens where they are, and an
             earlier ``.bin`` is removed at the end.
+        bin_from: with ``index_only``, the file of all tokens, which becomes the ``.bin``.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -63,15 +67,18 @@ class IndexedWriter:
         resume_at: dict[str, int] | None = None,
         checksum: bool = False,
         index_only: bool = False,
+        bin_from: Path | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = multimodal
         self._index_only = index_only
+        self._bin_from = bin_from
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        kinds = ["bin", "lengths", "borders", "origins"] + (["modes"] if multimodal else [])
-        for kind, final in (("bin", bin_path(prefix)), ("origins", origins_path(prefix))):
+        kinds = ["bin", "lengths", "borders", *_OPTIONAL] + (["modes"] if multimodal else [])
+        finals = {"bin": bin_path(prefix)} | {k: path(prefix) for k, path in _OPTIONAL.items()}
+        for kind, final in finals.items():
             if resume_at and not self._partial(kind).exists() and final.is_file():
                 final.rename(self._partial(kind))  # killed within finalize
         self._files: dict[str, BinaryIO] = {
@@ -171,30 +178,39 @@ class IndexedWriter:
         numbered = rows + np.array([num_documents, 0, 0])
         self._files["origins"].write(numbered.astype("<i8").tobytes())
 
+    def add_kept(self, lines: bytes) -> None:
+        """Append values of documents that are added next, a line of JSON for each document.
+
+        A pair without lines has no ``.kept`` file.
+        """
+        self._files["kept"].write(lines)
+
     def add_index(self, prefix: str | Path) -> None:
         """Append all documents of another pair of the same dtype and kind.
 
         Raises:
             ValueError: if dtypes differ or only one of both pairs is multimodal.
         """
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype or (other.index.modes is not None) != self.multimodal:
+        index = read_index(idx_path(prefix))
+        if index.dtype != self.dtype or (index.modes is not None) != self.multimodal:
             raise ValueError(
-                f"{prefix} ({_describe(other.dtype, other.index.modes is not None)}) cannot be "
+                f"{prefix} ({_describe(index.dtype, index.modes is not None)}) cannot be "
                 f"appended to {self.prefix} ({_describe(self.dtype, self.multimodal)})."
             )
         first = self.num_sequences
-        for tokens in () if self._index_only else other.stretches():
+        for tokens in () if self._index_only else IndexedDataset(prefix).stretches():
             self._write_tokens(tokens.data)
-        for start in range(0, len(other), CHUNK_ROWS):
+        for start in range(0, len(index.lengths), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            self._files["lengths"].write(other.lengths[rows].tobytes())
-            if other.index.modes is not None:
-                self._files["modes"].write(other.index.modes[rows].tobytes())
-        for start in range(1, len(other.documents), CHUNK_ROWS):
-            borders = other.documents[start : start + CHUNK_ROWS] + first
+            self._files["lengths"].write(index.lengths[rows].tobytes())
+            if index.modes is not None:
+                self._files["modes"].write(index.modes[rows].tobytes())
+        for start in range(1, len(index.documents), CHUNK_ROWS):
+            borders = index.documents[start : start + CHUNK_ROWS] + first
             self._files["borders"].write(borders.astype("<i8").tobytes())
-        self.num_sequences += len(other)
+        if kept_path(prefix).is_file():
+            _copy(kept_path(prefix), self._files["kept"])
+        self.num_sequences += len(index.lengths)
 
     def finalize(self) -> str:
         """Compose the index and give all files their final names, the index last.
@@ -212,15 +228,18 @@ class IndexedWriter:
             if self.multimodal:
                 _copy(self._partial("modes"), idx)
             sync_file(idx)
-        for kind in ("bin", "origins"):
+        for kind in ("bin", *_OPTIONAL):
             with self._partial(kind).open("rb") as file:
                 os.fsync(file.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
-        if self._partial("origins").stat().st_size:
-            self._partial("origins").replace(origins_path(self.prefix))
-        else:
-            origins_path(self.prefix).unlink(missing_ok=True)
-        if self._index_only:
+        for kind, path in _OPTIONAL.items():
+            if self._partial(kind).stat().st_size:
+                self._partial(kind).replace(path(self.prefix))
+            else:
+                path(self.prefix).unlink(missing_ok=True)
+        if self._bin_from is not None:
+            self._bin_from.replace(bin_path(self.prefix))
+        elif self._index_only:
             bin_path(self.prefix).unlink(missing_ok=True)
         else:
             self._partial("bin").replace(bin_path(self.prefix))
@@ -279,7 +298,7 @@ class IndexedWriter:
             file.close()
 
     def _remove_partials(self) -> None:
-        for kind in ("bin", "idx", "lengths", "borders", "origins", "modes"):
+        for kind in ("bin", "idx", "lengths", "borders", *_OPTIONAL, "modes"):
             self._partial(kind).unlink(missing_ok=True)
 
 

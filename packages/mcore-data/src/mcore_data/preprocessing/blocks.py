@@ -6,10 +6,11 @@ process reads; every other block carries its bytes. Reading can continue at the 
 block.
 """
 
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from mcore_data.preprocessing.compression import codec_of
 from mcore_data.preprocessing.records import Kind, ParsedRecords, parse_records
@@ -34,7 +35,8 @@ class InputSource:
         stamp: time of the last change, or the object store's ETag.
         start: first byte to read; above 0 only in plain local files that are divided.
         stop: first byte of the next part's lines; 0 reads to the end.
-        is_stream: standard input or a named pipe, which can be read only once.
+        is_stream: standard input, a named pipe or ``lines``, which can be read only once.
+        lines: the lines of a source that another program makes while it is read.
     """
 
     path: str
@@ -44,6 +46,7 @@ class InputSource:
     start: int = 0
     stop: int = 0
     is_stream: bool = False
+    lines: Iterable[bytes] | None = None
 
     @property
     def codec(self) -> str:
@@ -86,7 +89,7 @@ class Block:
     done_bytes: int
     data: bytes | None
 
-    def parse(self, json_keys: Sequence[str]) -> ParsedRecords:
+    def parse(self, json_keys: Sequence[str], keep_keys: Sequence[str] = ()) -> ParsedRecords:
         """Read the texts of the block's records.
 
         Raises:
@@ -101,16 +104,36 @@ class Block:
                 raise RuntimeError(
                     f"{self.path} became shorter while it was read. {GIVE_AGAIN}"
                 )
-        return parse_records(self.kind, data, json_keys)
+        return parse_records(self.kind, data, json_keys, keep_keys)
 
 
 def open_raw(source: InputSource) -> BinaryIO:
     """Open the stored bytes of a source."""
+    if source.lines is not None:
+        return cast(BinaryIO, io.BufferedReader(_Lines(source.lines)))
     if source.path == STDIN:
         return sys.stdin.buffer
     if source.is_local or source.is_stream:
         return open_local(source.path)
     return open_remote(source.path)
+
+
+class _Lines(io.RawIOBase):
+    """Bytes of lines that an iterator yields."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines = iter(lines)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or next(self._lines, b"")
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 def open_local(path: str) -> BinaryIO:
@@ -130,4 +153,5 @@ def describe(path: str, kind: Kind, number: int) -> str:
     name = "standard input" if path == STDIN else path
     if kind == "text":
         return name
-    return f"{name}, {'row' if kind == 'table' else 'line'} {number}"
+    unit = {"table": "row", "wet": "page"}.get(kind, "line")
+    return f"{name}, {unit} {number}"

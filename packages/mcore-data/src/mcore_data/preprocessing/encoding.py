@@ -41,6 +41,7 @@ class EncodedBlock:
         num_texts: texts encoded.
         num_characters: characters of these texts.
         checked: texts and characters that the reference tokenizer encoded too.
+        kept: values of the kept keys of all documents, a line of JSON each.
     """
 
     keys: dict[str, EncodedTexts]
@@ -50,6 +51,7 @@ class EncodedBlock:
     num_texts: int = 0
     num_characters: int = 0
     checked: CheckReport = field(default_factory=CheckReport)
+    kept: bytes = b""
 
     def origins(self, source: int, before: int) -> NDArray[np.int64]:
         """Rows for ``IndexedWriter.add_origins``: one after each bad record.
@@ -77,6 +79,7 @@ class Encoder:
         eod: id appended to each document that is not empty; None appends none.
         split: cuts a text into the sentences that become sequences; None keeps each text as
             one sequence.
+        keep_keys: keys of a record whose values are stored with the document.
     """
 
     engine: Engine
@@ -85,6 +88,7 @@ class Encoder:
     dtype: np.dtype
     eod: int | None = None
     split: Callable[[str], list[str]] | None = None
+    keep_keys: tuple[str, ...] = ()
 
     def encode_block(self, block: Block) -> EncodedBlock:
         """Parse and tokenize a block.
@@ -92,7 +96,7 @@ class Encoder:
         Raises:
             EngineDifferenceError: if the engine's ids of a text are not the tokenizer's.
         """
-        parsed = block.parse(self.json_keys)
+        parsed = block.parse(self.json_keys, self.keep_keys)
         num_documents = len(parsed.columns[0])
         keys: dict[str, EncodedTexts] = {}
         num_texts, num_characters, checked = 0, 0, CheckReport()
@@ -127,6 +131,7 @@ class Encoder:
             num_texts,
             num_characters,
             checked,
+            b"".join(parsed.kept),
         )
 
     def _store(self, documents: Sequence[Text], ids: list[NDArray[Any]]) -> EncodedTexts:

@@ -8,15 +8,15 @@ process's own monotonic clock. The new holder continues where the unit's journal
 """
 
 import logging
-import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mcore_base.atomic_files import FULL_DISK
-from mcore_base.file_lock import SILENT_S, FileLock, Holder, LockHeldError
+from mcore_base.file_lock import SILENT_S, FileLock, LockHeldError, lock_at
+from mcore_base.stores import is_store
 from mcore_data.config import PreprocessConfig
 from mcore_data.engines.spot_check import EngineDifferenceError
 from mcore_data.indexed.manifest import replace_json
@@ -40,6 +40,7 @@ from mcore_data.preprocessing.work_plan import (
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 5.0
+_STORE_CHECK_S = 5.0
 
 
 @dataclass(slots=True)
@@ -64,8 +65,10 @@ class WorkerReport:
 def work_on_plan(
     plan: WorkPlan,
     *,
+    numbers: Collection[int] | None = None,
     workers: int = 1,
     on_bad_record: Literal["refuse", "skip"] = "refuse",
+    scratch_path: str = "",
     claim_timeout_s: float = SILENT_S,
     on_progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -77,8 +80,11 @@ def work_on_plan(
 
     Args:
         plan: the plan; any number of workers may have it.
+        numbers: units to write; None means all.
         workers: processes that tokenize for this worker.
         on_bad_record: "skip" leaves bad records out, whatever the plan has.
+        scratch_path: local folder for what is being written, if the plan is in an object
+            store.
         claim_timeout_s: seconds without a change after which the holder of a lock is dead.
         on_progress: called after each block of a unit.
         block_bytes: bytes of input in one block.
@@ -89,9 +95,9 @@ def work_on_plan(
         EngineDifferenceError: if the plan's engine gives other ids than the tokenizer.
     """
     tools = build_plan_tools(plan)
-    make_folder(plan.folder, f"--plan {plan.path}")
+    make_folder(plan.folder, f"--plan {plan.address}")
     report = WorkerReport()
-    claims = _Claims(plan, claim_timeout_s)
+    claims = _Claims(plan, numbers, claim_timeout_s)
     pause_s = 0.05
     while claims.remaining:
         claim = claims.take()
@@ -108,7 +114,9 @@ def work_on_plan(
                 continue
             _refuse_changed(plan, unit)
             unit.failure_path.unlink(missing_ok=True)
-            config = replace(unit.config, workers=workers, overwrite=True)
+            config = replace(
+                unit.config, workers=workers, overwrite=True, scratch_path=scratch_path
+            )
             if on_bad_record == "skip":
                 config = replace(config, on_bad_record="skip")
             log.info("unit %d of %d", unit.number, len(plan.units))
@@ -133,9 +141,15 @@ def _write_unit(
     block_bytes: int,
 ) -> PreprocessReport | None:
     """Write a claimed unit; None if it failed, which is recorded, or the claim was lost."""
+    checked_at = -_STORE_CHECK_S
 
     def check_claim(progress: Progress) -> None:
-        lock.check()  # a process that was stopped for minutes leaves the unit to the new holder
+        nonlocal checked_at
+        # A process that was stopped for minutes leaves the unit to the new holder. In a store
+        # each look is a request.
+        if not is_store(lock.path) or time.monotonic() - checked_at > _STORE_CHECK_S:
+            lock.check()
+            checked_at = time.monotonic()
         if on_progress is not None:
             on_progress(progress)
 
@@ -162,7 +176,7 @@ def _refuse_changed(plan: WorkPlan, unit: Unit) -> None:
     changes = list(list_changes(unit.corpus.sources))
     if changes:
         raise RuntimeError(
-            f"inputs changed since {plan.path} was made: {'; '.join(changes)}. Put the old "
+            f"inputs changed since {plan.address} was made: {'; '.join(changes)}. Put the old "
             "files back with their times of change, or make the plan again with --overwrite."
         )
 
@@ -170,8 +184,14 @@ def _refuse_changed(plan: WorkPlan, unit: Unit) -> None:
 class _Claims:
     """The units that are not done, and which of them this worker may take."""
 
-    def __init__(self, plan: WorkPlan, timeout_s: float) -> None:
-        self.remaining = {unit.number: unit for unit in plan.units}
+    def __init__(
+        self, plan: WorkPlan, numbers: Collection[int] | None, timeout_s: float
+    ) -> None:
+        self.remaining = {
+            unit.number: unit
+            for unit in plan.units
+            if numbers is None or unit.number in numbers
+        }
         self.all_failed = False
         self._plan = plan
         self._timeout_s = timeout_s
@@ -198,7 +218,7 @@ class _Claims:
         random.shuffle(free)
         for unit in [*free, *abandoned]:
             # The silence of an abandoned unit's holder has been waited for.
-            lock = FileLock(unit.lock_path, silent_s=0.0 if unit in abandoned else SILENT_S)
+            lock = lock_at(unit.lock_path, 0.0 if unit in abandoned else SILENT_S)
             try:
                 lock.acquire()
             except LockHeldError:
@@ -209,12 +229,10 @@ class _Claims:
 
     def _is_abandoned(self, unit: Unit) -> bool:
         """Whether the holder of a unit's lock is dead."""
-        try:
-            with unit.lock_path.open() as file:
-                sign = file.read(), os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:
+        sign = lock_at(unit.lock_path).read()
+        if sign is None:
             return False
-        is_alive = Holder.parse(sign[0]).is_alive()
+        is_alive = sign[0].is_alive()
         if is_alive is not None:
             return not is_alive
         now = time.monotonic()

@@ -1,14 +1,16 @@
 """Parses the bytes of a block into records, and records into texts.
 
-A record is a line of JSON, a row of a table or a whole text file. Bad records are returned
-with the reason, never dropped silently. JSON is parsed by orjson if it is installed (extra
-``fast``); lines that orjson refuses are parsed again by the standard library, so that both
-give the same texts.
+A record is a line of JSON, a row of a table, a page of a WET file or a whole text file. Bad
+records are returned with the reason, never dropped silently. A key with dots, such as
+``data.text``, leads into nested objects unless the record has a key of this very name. JSON is
+parsed by orjson if it is installed (extra ``fast``); lines that orjson refuses are parsed again
+by the standard library, so that both give the same texts.
 """
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -24,7 +26,7 @@ _MAGIC = {
     b"\xfe\xff": "UTF-16: write the file anew as UTF-8",
 }
 
-Kind = Literal["lines", "text_lines", "text", "table"]
+Kind = Literal["lines", "text_lines", "text", "table", "wet"]
 Text = str | list[str]
 """Value of one key of a record: a text, or a list of its sentences."""
 _LONG_LINE = 2000
@@ -56,11 +58,14 @@ class ParsedRecords:
         columns: for each key, the values of the good records.
         bad: the other records.
         num_records: number of good and bad records.
+        kept: for each good record a line of JSON, the list of its values of the kept keys;
+            empty if no keys are kept.
     """
 
     columns: list[list[Text]]
     bad: list[BadRecord]
     num_records: int
+    kept: list[bytes]
 
     def number_of(self, good: int) -> int:
         """Number, from 1 over good and bad records, of the good record at index ``good``."""
@@ -70,30 +75,53 @@ class ParsedRecords:
         return number
 
 
-def parse_records(kind: Kind, data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+def parse_records(
+    kind: Kind, data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str] = ()
+) -> ParsedRecords:
     """Parse the bytes of a block.
 
     Args:
-        kind: JSON lines, lines of text, one text, or a table as an Arrow stream.
+        kind: JSON lines, lines of text, one text, a table as an Arrow stream, or WET records.
         data: the bytes.
         json_keys: keys of a record, or columns of a table; plain text belongs to the only
             key.
+        keep_keys: keys whose values are kept; a missing one is null.
     """
     if kind == "lines":
-        return parse_lines(data, json_keys)
+        return parse_lines(data, json_keys, keep_keys)
     if kind == "table":
-        return _parse_table(data, json_keys)
+        return _parse_table(data, json_keys, keep_keys)
+    if kind == "wet":
+        pages = [_decode_page(*page) for page in split_pages(data)]
+        return _collect(pages, lambda page: _values(page, json_keys), json_keys, keep_keys)
     texts = _split_lines(data) if kind == "text_lines" else [data]
-    return _collect(texts, lambda text: (_decode(text),), 1)
+    return _collect(texts, lambda text: ((_decode(text),), {}), json_keys, ())
 
 
-def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+def parse_lines(
+    data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str] = ()
+) -> ParsedRecords:
     """Parse JSON lines and return the values of the keys; bad lines raise nothing."""
-    columns = _parse_all(data, json_keys)
-    if columns is not None:
-        return ParsedRecords(columns, [], len(columns[0]))
+    parsed = _parse_all(data, json_keys, keep_keys)
+    if parsed is not None:
+        return parsed
     lines = _split_lines(data)
-    return _collect(lines, lambda line: _pick(line, json_keys), len(json_keys))
+    return _collect(lines, lambda line: _pick(line, json_keys), json_keys, keep_keys)
+
+
+_ABSENT = object()
+
+
+def find_value(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key, or of a path of keys with dots; ``_ABSENT`` if none."""
+    if key in record or "." not in key:
+        return record.get(key, _ABSENT)
+    value: Any = record
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _ABSENT
+        value = value[name]
+    return value
 
 
 def _views_of_lines(data: bytes) -> Iterator[memoryview]:
@@ -115,21 +143,34 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def _collect(
-    raw: Sequence[Any], read: Callable[[Any], tuple[Text, ...]], num_columns: int
+    raw: Sequence[Any],
+    read: Callable[[Any], tuple[tuple[Text, ...], Mapping[str, Any]]],
+    json_keys: Sequence[str],
+    keep_keys: Sequence[str],
 ) -> ParsedRecords:
-    """Read records one by one, and note the bad ones."""
-    columns: list[list[Text]] = [[] for _ in range(num_columns)]
+    """Read records one by one to texts and record, and note the bad ones."""
+    columns: list[list[Text]] = [[] for _ in json_keys]
     bad: list[BadRecord] = []
+    kept: list[bytes] = []
     for number, one in enumerate(raw, 1):
         try:
-            values = read(one)
+            values, record = read(one)
             _refuse_lone_surrogates(values)
         except BadRecordError as error:
             bad.append(BadRecord(number, str(error)))
             continue
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    return ParsedRecords(columns, bad, len(raw))
+        if keep_keys:
+            kept.append(_kept_line(record, keep_keys))
+    return ParsedRecords(columns, bad, len(raw), kept)
+
+
+def _kept_line(record: Mapping[str, Any], keep_keys: Sequence[str]) -> bytes:
+    values = [find_value(record, key) for key in keep_keys]
+    # Escaped by the standard library, whatever parsed the record: the same bytes everywhere.
+    line = json.dumps([None if value is _ABSENT else value for value in values])
+    return line.encode() + b"\n"
 
 
 @cache
@@ -142,31 +183,38 @@ def _json_reader() -> tuple[Callable[[Any], Any], bool]:
     return loads, True
 
 
-def _parse_all(data: bytes, json_keys: Sequence[str]) -> list[list[Text]] | None:
-    """Columns of the lines; None if a line is bad or must be checked one by one."""
+def _parse_all(
+    data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str]
+) -> ParsedRecords | None:
+    """All lines at once; None if a line is bad or must be checked one by one."""
     loads, is_strict = _json_reader()
     if not is_strict and (b"\\ud" in data or b"\\uD" in data):
         return None
     head = min(len(data), _HEAD_BYTES)
     has_views = is_strict and data.count(b"\n", 0, head) * _LONG_LINE < head
     lines = _views_of_lines(data) if has_views else _split_lines(data)
+    kept: list[bytes] = []
     try:
-        if len(json_keys) == 1:
+        if len(json_keys) == 1 and "." not in json_keys[0] and not keep_keys:
             key = json_keys[0]
             columns = [[loads(line)[key] for line in lines]]
         else:
             records = [loads(line) for line in lines]
-            columns = [[record[key] for record in records] for key in json_keys]
-    except (ValueError, KeyError, TypeError, RecursionError):
+            columns = [[find_value(record, key) for record in records] for key in json_keys]
+            if keep_keys:
+                kept = [_kept_line(record, keep_keys) for record in records]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return columns if all(map(_all_texts, columns)) else None
+    if not all(map(_all_texts, columns)):
+        return None
+    return ParsedRecords(columns, [], len(columns[0]), kept)
 
 
 def _all_texts(column: list[Any]) -> bool:
     return set(map(type, column)) <= {str} or all(map(_is_text, column))
 
 
-def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
+def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[tuple[Text, ...], Mapping[str, Any]]:
     if not line.strip():
         raise BadRecordError("the line is empty")
     try:
@@ -187,24 +235,60 @@ def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
         raise BadRecordError(
             f"a JSON {type(record).__name__}, not an object; a record is one object on one line"
         )
-    for key in json_keys:
-        if key not in record:
+    return _values(record, json_keys)
+
+
+def _values(
+    record: Mapping[str, Any], json_keys: Sequence[str]
+) -> tuple[tuple[Text, ...], Mapping[str, Any]]:
+    values = [find_value(record, key) for key in json_keys]
+    for key, value in zip(json_keys, values, strict=True):
+        if value is _ABSENT:
             raise BadRecordError(f"no key {key!r} (keys: {', '.join(record) or 'none'})")
-    return tuple(_checked(record[key], key) for key in json_keys)
+    return tuple(map(_checked, values, json_keys)), record
 
 
-def _parse_table(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+def _parse_table(
+    data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str]
+) -> ParsedRecords:
     """Parse rows of an Arrow stream that ``tables.py`` wrote; its columns are the keys."""
     from pyarrow import ipc
 
     with ipc.open_stream(io.BytesIO(data)) as stream:
         table = stream.read_all()
-    rows = list(zip(*(table.column(key).to_pylist() for key in json_keys), strict=True))
+    columns = {key: table.column(key).to_pylist() for key in table.column_names}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return _collect(rows, lambda row: _values(row, json_keys), json_keys, keep_keys)
 
-    def read(row: tuple[Any, ...]) -> tuple[Text, ...]:
-        return tuple(map(_checked, row, json_keys))
 
-    return _collect(rows, read, len(json_keys))
+def split_pages(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield headers and content of the records of a WET file, which ``sources.py`` cut."""
+    start = 0
+    while start < len(data):
+        head_end = data.index(b"\r\n\r\n", start)
+        content_start = head_end + 4
+        content_end = content_start + page_bytes(data[start:head_end])
+        yield data[start:head_end], data[content_start:content_end]
+        start = content_end + 4  # two line ends follow each record
+
+
+def page_bytes(head: bytes) -> int:
+    """Content-Length of the headers of a WARC record.
+
+    Raises:
+        ValueError: if the headers are not those of a WARC record.
+    """
+    found = re.search(rb"(?mi)^Content-Length:[ \t]*(\d+)[ \t]*\r?$", head)
+    if not head.startswith(b"WARC/") or found is None:
+        raise ValueError(f"no WARC record: {head[:40]!r}")
+    return int(found[1])
+
+
+def _decode_page(head: bytes, content: bytes) -> dict[str, Any]:
+    """A page as a record: its headers by name, and ``text``."""
+    lines = head.decode("utf-8", "replace").split("\r\n")[1:]
+    headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return {**headers, "text": content}
 
 
 def _checked(value: object, key: str) -> Text:

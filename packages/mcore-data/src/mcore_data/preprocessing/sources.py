@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import stat
 import time
 from bisect import bisect_right
@@ -23,14 +24,15 @@ from mcore_data.preprocessing.blocks import (
     open_raw,
 )
 from mcore_data.preprocessing.compression import DAMAGE, codec_of, open_compressed
-from mcore_data.preprocessing.records import BadRecordError, Kind
+from mcore_data.preprocessing.records import BadRecordError, Kind, page_bytes
 from mcore_data.preprocessing.remote import find_remote, without_parents
-from mcore_data.preprocessing.tables import TABLES, read_tables
+from mcore_data.preprocessing.tables import CSVS, TABLES, read_tables
 
 log = logging.getLogger(__name__)
 
 _LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 _TEXTS = (".txt", ".text")
+_PAGES = (".wet",)
 _OF_OUTPUTS = (".manifest.json", ".journal.json", ".plan.json", ".failed.json")
 _NAMED_LEFT_OUT = 20
 
@@ -100,7 +102,7 @@ def report_left_out(words: Sequence[str]) -> list[str]:
 
 
 def data_files(names: Sequence[str]) -> list[str]:
-    """Choose the inputs among a folder's files: its records, or if it has none its texts.
+    """Choose a folder's inputs: its records, or if it has none its CSV files, or its texts.
 
     Args:
         names: of all files, from the folder on. Hidden files, what lies in hidden folders,
@@ -112,7 +114,7 @@ def data_files(names: Sequence[str]) -> list[str]:
         if not any(part.startswith(".") for part in Path(name).parts)
         and not name.endswith(_OF_OUTPUTS)
     ]
-    for suffixes in ((*_LINES, *TABLES), _TEXTS):
+    for suffixes in ((*_LINES, *TABLES, *_PAGES), CSVS, _TEXTS):
         chosen = [name for name in shown if _bare_suffix(name) in suffixes]
         if chosen:
             return sorted(chosen)
@@ -322,8 +324,10 @@ def _stream_stamp() -> str:
 
 def _kind(path: str, text_lines: bool) -> Kind:
     suffix = _bare_suffix(path)
-    if suffix in TABLES:
-        if codec_of(path):
+    if suffix in _PAGES:
+        return "wet"
+    if suffix in (*TABLES, *CSVS):
+        if codec_of(path) and suffix in TABLES:
             raise ValueError(
                 f"--input {path}: a table is compressed within its file, not as a whole. "
                 "Unpack it first."
@@ -372,10 +376,55 @@ def _stream_blocks(
             yield Block(source.path, "text", 0, max(len(data), 1), source.size, data)
         return
     while data := stream.read(block_bytes):
-        data += stream.readline()
+        end = start + len(data)
+        if source.kind == "wet":
+            data, end = _take_pages(source, stream, data, end)
+        else:
+            data += stream.readline()
+            end = start + len(data)
         done = raw.tell() if source.size else 0
-        yield Block(source.path, source.kind, start, start + len(data), done, data)
-        start += len(data)
+        yield Block(source.path, source.kind, start, end, done, data)
+        start = end
+
+
+def _take_pages(
+    source: InputSource, stream: BinaryIO, data: bytes, end: int
+) -> tuple[bytes, int]:
+    """Complete the last WARC record of ``data``, and keep the records that are pages of text.
+
+    Args:
+        source: for messages.
+        stream: the file after ``data``.
+        data: begins with a record.
+        end: bytes of the file up to the end of ``data``.
+
+    Returns:
+        The pages, and the bytes of the file up to the next record.
+    """
+    pages, start = [], 0
+    while start < len(data):
+        while (head_end := data.find(b"\r\n\r\n", start)) < 0 and (more := stream.readline()):
+            data, end = data + more, end + len(more)
+        head = data[start : max(head_end, start)]
+        try:
+            stop = head_end + 4 + page_bytes(head) + 4
+        except ValueError as error:
+            raise OSError(f"at byte {end - len(data) + start}: {error}") from None
+        if stop > len(data):
+            more = stream.read(stop - len(data))
+            data, end = data + more, end + len(more)
+        if stop > len(data) or data[stop - 4 : stop] != b"\r\n\r\n":
+            raise OSError(f"the record at byte {end - len(data) + start} is cut")
+        kind = re.search(rb"(?mi)^WARC-Type:[ \t]*(\w+)", head)
+        if kind and kind[1] == b"conversion":
+            pages.append(data[start:stop])
+        elif kind and kind[1] == b"response":
+            raise ValueError(
+                f"{source.path} holds web pages as servers sent them, not their text: extract "
+                "it first, for example with datatrove."
+            )
+        start = stop
+    return b"".join(pages), end
 
 
 def _skip(stream: BinaryIO, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads Parquet and Arrow files as blocks of rows (extra ``arrow``).
+"""Reads Parquet, Arrow and CSV files as blocks of rows (extra ``arrow``).
 
 Rows are read in order, batch by batch, and sent to the workers as an Arrow stream of the
 columns to tokenize; a file of any size takes the memory of one batch.
@@ -6,13 +6,18 @@ columns to tokenize; a file of any size takes the memory of one batch.
 
 import io
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from mcore_data.preprocessing.blocks import Block, InputSource, open_raw
+from mcore_data.preprocessing.compression import open_compressed
 
 TABLES = (".parquet", ".pq", ".arrow", ".feather")
 """Lower-case suffixes of tables."""
+CSVS = (".csv", ".tsv")
+"""Lower-case suffixes of tables as text, which may be compressed as a whole."""
 _PARQUET = TABLES[:2]
+_LONGEST_CSV_ROW = 64 << 20
 _ARROW_MAGIC = b"ARROW1"
 
 
@@ -32,13 +37,18 @@ def read_tables(
     row = 0
     try:
         with open_raw(source) as stored:
-            raw = _BoundedFile(stored)
-            batches, num_rows = _open_table(source, raw, json_keys, block_bytes)
+            if _is_csv(source):
+                raw = stored
+                batches, num_rows = _read_csv(source, stored, json_keys), 0
+            else:
+                raw = _BoundedFile(stored)
+                batches, num_rows = _open_table(source, raw, json_keys, block_bytes)
             for batch in batches:
                 batch.validate(full=True)  # Arrow believes offsets, also those behind the end
                 skipped = min(max(start - row, 0), batch.num_rows)
                 row += skipped
-                for piece in _cut(batch.slice(skipped), block_bytes):
+                columns = _project(source, batch.slice(skipped), json_keys)
+                for piece in _cut(columns, block_bytes):
                     sink = pyarrow.BufferOutputStream()
                     with ipc.new_stream(sink, piece.schema) as stream:
                         stream.write_batch(piece)
@@ -111,7 +121,7 @@ def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iter
     _check_columns(source, reader.schema.names, keys)
     end = raw.tell()
     for batch in reader:
-        yield batch.select(keys)
+        yield batch
         end = raw.tell()
     # The end marker has 8 bytes, or 4 in files of Arrow before 0.15.
     if raw.tell() - end not in (4, 8):
@@ -125,6 +135,51 @@ def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iter
         raise OSError(f"{len(rest)} bytes follow the end of its stream")
 
 
+def _is_csv(source: InputSource) -> bool:
+    return any(suffix in CSVS for suffix in PurePath(source.path.lower()).suffixes[-2:])
+
+
+def _read_csv(source: InputSource, stored: Any, keys: Sequence[str]) -> Iterator[Any]:
+    """Yield the record batches of a CSV file with a line of names; all values are text."""
+    import pyarrow
+    from pyarrow import csv
+
+    is_tabbed = ".tsv" in source.path.lower()
+    try:
+        reader = csv.open_csv(
+            pyarrow.PythonFile(open_compressed(stored, source.codec), mode="r"),
+            csv.ReadOptions(use_threads=False, block_size=_LONGEST_CSV_ROW),
+            csv.ParseOptions(delimiter="\t" if is_tabbed else ",", newlines_in_values=True),
+            csv.ConvertOptions(
+                include_columns=list(keys),
+                column_types={key: pyarrow.string() for key in keys},
+                null_values=[],
+            ),
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"{source.path}: {error.args[0]}. Its first line must have the names of "
+            "--json-keys."
+        ) from None
+    yield from reader
+
+
+def _project(source: InputSource, batch: Any, keys: Sequence[str]) -> Any:
+    """Return the columns of the keys, under their names; data.text is a field of data."""
+    import pyarrow
+    from pyarrow import compute
+
+    columns = []
+    for key in keys:
+        name, *path = [key] if key in batch.schema.names else key.split(".")
+        column = batch.column(name) if name in batch.schema.names else None
+        try:
+            columns.append(compute.struct_field(column, path) if path else column)  # pyrefly: ignore
+        except (pyarrow.ArrowException, TypeError):
+            raise ValueError(f"{source.path} has no column {key!r}.") from None
+    return pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
+
+
 def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:
     """Yield slices of a batch of about ``block_bytes`` each."""
     rows = max(1, batch.num_rows * block_bytes // max(batch.nbytes, 1))
@@ -134,7 +189,7 @@ def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:
 
 def _check_columns(source: InputSource, names: Sequence[str], json_keys: Sequence[str]) -> None:
     for key in json_keys:
-        if key not in names:
+        if key not in names and key.partition(".")[0] not in names:
             raise ValueError(
                 f"{source.path} has no column {key!r} (columns: {', '.join(names)}). Name "
                 "others with --json-keys."

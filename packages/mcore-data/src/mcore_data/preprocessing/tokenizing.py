@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.stores import as_path
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.building import build_engine
 from mcore_data.engines.spot_check import SAMPLE_SHARE, EngineDifferenceError, Verifier
 from mcore_data.indexed.index_format import idx_path, token_dtype
 from mcore_data.indexed.manifest import manifest_path, write_manifest
+from mcore_data.indexed.object_store import address_of, is_remote, upload_files
 from mcore_data.indexed.output_lock import naming_full_disks, only_writer, refuse_finished
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.preprocessing.blocks import Block, InputSource, describe
@@ -135,6 +137,7 @@ def build_tools(
         engine=engine,
         verifier=None if engine.name == "reference" else verifier,
         json_keys=config.json_keys,
+        keep_keys=config.keep_keys,
         dtype=token_dtype(tokenizer.vocab_size),
         eod=tokenizer.eod if config.append_eod else None,
         split=splitter.split if splitter else None,
@@ -149,9 +152,57 @@ def preprocess_corpus(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize a corpus into a pair for each key; raises as ``preprocess`` does."""
+    """Tokenize a corpus into a pair for each key; raises as ``preprocess`` does.
+
+    Pairs in an object store are written in ``config.scratch_path``, and copied when complete.
+    """
+    if is_remote(config.output_prefix):
+        return _preprocess_to_store(config, corpus, tools, on_progress, block_bytes)
     with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
         return _preprocess_alone(config, corpus, tools, on_progress, block_bytes)
+
+
+FILES = (".bin", ".idx", ".origins", ".kept", ".manifest.json")
+"""Suffixes of a pair's files; the manifest makes a pair in a store complete, and is last."""
+
+
+def scratch_folder(output_prefix: str | Path, scratch_path: str | Path) -> Path:
+    """Local folder for outputs of an object store, the same for the same outputs.
+
+    Raises:
+        ValueError: if no folder is given.
+    """
+    if not scratch_path:
+        raise ValueError(
+            f"{output_prefix} is in an object store: give --scratch-path, a local folder with "
+            "room for what one worker writes at a time."
+        )
+    return Path(scratch_path) / digest(address_of(as_path(output_prefix).parent))[:16]
+
+
+def _preprocess_to_store(
+    config: PreprocessConfig,
+    corpus: Corpus,
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    prefixes = output_prefixes(config)
+    folder = scratch_folder(config.output_prefix, config.scratch_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    local = replace(config, output_prefix=str(folder / as_path(config.output_prefix).name))
+    with only_writer(config.output_prefix):
+        if not config.overwrite:
+            refuse_finished(prefixes.values(), work_hash(config, corpus, tools))
+        with only_writer(local.output_prefix), naming_full_disks(local.output_prefix):
+            local = replace(local, overwrite=True)
+            report = _preprocess_alone(local, corpus, tools, on_progress, block_bytes)
+            for key, prefix in prefixes.items():
+                manifest_path(prefix).unlink(missing_ok=True)
+                upload_files(report.prefixes[key], prefix, FILES)
+                for suffix in FILES:
+                    Path(f"{report.prefixes[key]}{suffix}").unlink(missing_ok=True)
+    return replace(report, prefixes=prefixes)
 
 
 def _preprocess_alone(
@@ -215,7 +266,7 @@ def _preprocess_alone(
 def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
     """Prefix of each key's pair, named as Megatron names it."""
     level = "sentence" if config.split_sentences else "document"
-    return {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
+    return {key: as_path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -270,7 +321,7 @@ class _Run:
         write_journal(self.journal_path, journal)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
-        keys = self.config.json_keys
+        keys = tuple(dict.fromkeys((*self.config.json_keys, *self.config.keep_keys)))
         start = self.journal.start
         for number in range(self.journal.source, len(self.sources)):
             for block in read_blocks(self.sources[number], keys, start, self.block_bytes):
@@ -285,6 +336,7 @@ class _Run:
         origins = result.origins(source, journal.records)
         for key, part in result.keys.items():
             self.writers[key].add_origins(origins)
+            self.writers[key].add_kept(result.kept)
             self.writers[key].add_documents(part.tokens, part.lengths, part.sequences)
             count = int(part.lengths.sum(dtype="int64"))
             journal.num_tokens[key] = journal.num_tokens.get(key, 0) + count
@@ -365,6 +417,7 @@ def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
             list(config.json_keys),
             [config.append_eod, splitter, config.keep_newlines],
             tools.tokenizer.fingerprint(),
+            *([list(config.keep_keys)] if config.keep_keys else ()),
         ]
     )
 
@@ -381,6 +434,7 @@ def _facts(
     facts: dict[str, object] = {
         "work": work_hash(config, corpus, tools),
         "key": key,
+        "keep_keys": list(config.keep_keys),
         "documents": journal.num_documents,
         "tokens": journal.num_tokens.get(key, 0),
         "dtype": tools.encoder.dtype.name,

@@ -10,11 +10,13 @@ failed if ``<number>.failed.json`` exists.
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_base.file_lock import Holder
+from mcore_base.file_lock import Holder, lock_at
+from mcore_base.stores import StorePath, as_path
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.manifest import (
@@ -25,15 +27,22 @@ from mcore_data.indexed.manifest import (
     replace_json,
 )
 from mcore_data.indexed.merging import merge_pairs
+from mcore_data.indexed.object_store import (
+    address_of,
+    is_remote,
+    upload_files,
+)
 from mcore_data.indexed.output_lock import make_folder, only_writer
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.preprocessing.blocks import InputSource
 from mcore_data.preprocessing.preprocessing import find_corpus
 from mcore_data.preprocessing.sources import Corpus, Part, divide
 from mcore_data.preprocessing.tokenizing import (
+    FILES,
     Tools,
     build_tools,
     output_prefixes,
+    scratch_folder,
     work_hash,
 )
 
@@ -42,9 +51,11 @@ log = logging.getLogger(__name__)
 SUFFIX = ".plan.json"
 _FORMAT = 1
 _OF_WORKERS = ("workers", "partitions", "partition", "plan", "claim_timeout_s")
-_OF_COMMANDS = ("input", "output_prefix", "overwrite", *_OF_WORKERS)
+_OF_COMMANDS = ("input", "output_prefix", "overwrite", "scratch_path", *_OF_WORKERS)
 _RATE_UNITS = 100
 _NAMED = 20
+_READERS = 16
+_SMALL_SUFFIXES = (".idx", ".origins", ".kept", ".manifest.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +85,12 @@ class Unit:
     @property
     def lock_path(self) -> Path:
         """The file that a worker holds while it writes the unit."""
-        return Path(f"{self.config.output_prefix}.lock")
+        return as_path(f"{self.config.output_prefix}.lock")
 
     @property
     def failure_path(self) -> Path:
         """The file with the error of the unit's last attempt."""
-        return Path(f"{self.config.output_prefix}.failed.json")
+        return as_path(f"{self.config.output_prefix}.failed.json")
 
     @property
     def manifest_paths(self) -> list[Path]:
@@ -90,7 +101,10 @@ class Unit:
         """Whether all pairs of the unit are complete, by manifests and sizes of files."""
         for prefix in output_prefixes(self.config).values():
             facts = read_manifest(prefix)
-            if facts.get("work") != self.work or not has_files(prefix, facts):
+            if facts.get("work") != self.work:
+                return False
+            # In a store the manifest appears after the files.
+            if not is_remote(prefix) and not has_files(prefix, facts):
                 return False
         return True
 
@@ -124,9 +138,14 @@ class WorkPlan:
     units: Sequence[Unit]
 
     @property
+    def address(self) -> str:
+        """The path as text, for messages and commands."""
+        return address_of(self.path)
+
+    @property
     def folder(self) -> Path:
         """Folder of the units' files."""
-        return Path(f"{self.config.output_prefix}.units")
+        return as_path(f"{self.config.output_prefix}.units")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +203,7 @@ def make_plan(
     divided = divide(corpus, max(1, -(-total // unit_bytes)))
     parts = [part for part in divided if part.sources] or divided[:1]
     plan = WorkPlan(
-        path=Path(f"{config.output_prefix}{SUFFIX}"),
+        path=as_path(f"{config.output_prefix}{SUFFIX}"),
         config=frozen,
         tokenizer=tokenizer_config,
         tokenizer_sha256=tools.tokenizer.fingerprint(),
@@ -207,7 +226,7 @@ def make_plan(
                 return plan
             if not config.overwrite:
                 raise ValueError(
-                    f"{plan.path} exists, and is of other inputs or options: choose another "
+                    f"{plan.address} exists, and is of other inputs or options: choose another "
                     "--output-prefix, or give --overwrite to replace the plan and, unit by "
                     "unit, what was written by it."
                 )
@@ -223,7 +242,7 @@ def read_plan(path: str | Path) -> WorkPlan:
         ValueError: if the file is not named as a plan.
         CorruptDatasetError: if it is damaged or of a later version.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.name.endswith(SUFFIX):
         raise ValueError(f"--plan {path}: give <output-prefix>{SUFFIX} of mcore-data plan.")
     if not path.is_file():
@@ -238,7 +257,7 @@ def read_plan(path: str | Path) -> WorkPlan:
     settings = {name: _from_json(value) for name, value in facts["settings"].items()}
     config = PreprocessConfig(
         input=tuple(source.path for source in inputs),
-        output_prefix=str(path)[: -len(SUFFIX)],
+        output_prefix=address_of(path)[: -len(SUFFIX)],
         **settings,
     )
     units = []
@@ -271,18 +290,18 @@ def build_plan_tools(plan: WorkPlan) -> Tools:
     tools = build_tools(plan.config, plan.tokenizer)
     if tools.tokenizer.fingerprint() != plan.tokenizer_sha256:
         raise ValueError(
-            f"{plan.path}: the files of the tokenizer changed since the plan was made. Put the "
-            "old ones back, or make a plan with another --output-prefix."
+            f"{plan.address}: the files of the tokenizer changed since the plan was made. Put "
+            "the old ones back, or make a plan with another --output-prefix."
         )
     if tools.encoder.engine.name != plan.engine:
         raise ValueError(
-            f"{plan.path} was made with the engine {plan.engine}, and this machine has "
+            f"{plan.address} was made with the engine {plan.engine}, and this machine has "
             f"{tools.encoder.engine.name}: install the same extras."
         )
     unit = plan.units[0]
     if work_hash(unit.config, unit.corpus, tools) != unit.work:
         raise ValueError(
-            f"{plan.path}: this version of mcore-data, or of what splits sentences, gives "
+            f"{plan.address}: this version of mcore-data, or of what splits sentences, gives "
             "other units than the one that made the plan. Use one version on all machines."
         )
     return tools
@@ -295,9 +314,15 @@ def status_of(plan: WorkPlan) -> PlanStatus:
     waiting: list[int] = []
     running: dict[int, str] = {}
     failed: dict[int, str] = {}
+    complete = [unit for unit in plan.units if has_manifests(unit, names)]
+    with ThreadPoolExecutor(_READERS) as pool:  # a request each in a store
+        numbers = [unit.number for unit in complete]
+        are_done = dict(zip(numbers, pool.map(Unit.is_done, complete), strict=True))
     for unit in plan.units:
-        if has_manifests(unit, names) and unit.is_done():
+        if are_done.get(unit.number):
             done.append(unit.number)
+        elif unit.lock_path.name not in names and unit.failure_path.name not in names:
+            waiting.append(unit.number)
         elif (holder := read_holder(unit.lock_path)) and holder.is_alive() is not False:
             running[unit.number] = str(holder)
         elif error := unit.failure():
@@ -319,9 +344,21 @@ def status_of(plan: WorkPlan) -> PlanStatus:
 
 
 def merge_plan(
-    plan: WorkPlan, *, physical: bool = False, overwrite: bool = False
+    plan: WorkPlan,
+    *,
+    physical: bool = False,
+    overwrite: bool = False,
+    scratch_path: str | Path = "",
+    workers: int = 1,
 ) -> dict[str, IndexedDataset]:
     """Join the units into one dataset for each key; a logical one unless ``physical``.
+
+    Args:
+        plan: a plan whose units are all done.
+        physical: write one pair; not in an object store.
+        overwrite: replace a dataset that was joined from other files.
+        scratch_path: local folder for small files, if the plan is in an object store.
+        workers: with ``physical``, threads that copy.
 
     Raises:
         ValueError: if a unit is not done; and as ``merge_pairs`` does.
@@ -335,17 +372,56 @@ def merge_plan(
         )
         raise ValueError(
             f"{len(missing)} of {status.num_units} units are not done: {named}. Write them "
-            f"with mcore-data preprocess --plan {plan.path}.{failed}"
+            f"with mcore-data preprocess --plan {plan.address}.{failed}"
         )
+    if is_remote(plan.config.output_prefix):
+        if physical:
+            raise ValueError(
+                "--physical writes one pair on a disk. In an object store leave it out: "
+                "training reads the logical dataset."
+            )
+        return _merge_in_store(plan, scratch_folder(plan.config.output_prefix, scratch_path))
     return {
         key: merge_pairs(
             [output_prefixes(unit.config)[key] for unit in plan.units],
             prefix,
             overwrite=overwrite,
             logical=not physical,
+            workers=workers,
         )
         for key, prefix in output_prefixes(plan.config).items()
     }
+
+
+def _merge_in_store(plan: WorkPlan, scratch: Path) -> dict[str, IndexedDataset]:
+    """Join units in an object store: all but the ``.bin`` files are copied, and then joined."""
+    assert isinstance(plan.folder, StorePath)
+    sizes = plan.folder.list_sizes()
+    units = scratch / plan.folder.name
+    units.mkdir(parents=True, exist_ok=True)
+    small = [name for name in sizes if name.endswith(_SMALL_SUFFIXES)]
+    plan.folder.system.get(
+        [f"{plan.folder.key}/{name}" for name in small], [str(units / name) for name in small]
+    )
+    datasets = {}
+    for key, prefix in output_prefixes(plan.config).items():
+        pairs = [units / output_prefixes(unit.config)[key].name for unit in plan.units]
+        for pair in pairs:
+            expected = {
+                f"{pair.name}{Path(name).suffix}": file["bytes"]
+                for name, file in read_manifest(pair)["files"].items()
+            }
+            actual = {name: sizes.get(name) for name in expected}
+            if actual != expected:
+                raise CorruptDatasetError(
+                    f"{plan.address}: {actual} bytes, and the manifest of {pair.name} lists "
+                    f"{expected}. Remove that manifest, and write the unit again."
+                )
+        local = scratch / prefix.name
+        merge_pairs(pairs, local, overwrite=True, logical=True, bins_elsewhere=True)
+        upload_files(local, prefix, FILES)
+        datasets[key] = IndexedDataset(prefix, cache_path=scratch)
+    return datasets
 
 
 def options_given(
@@ -362,6 +438,8 @@ def options_given(
 
 def list_names(plan: WorkPlan) -> set[str]:
     """Names in the folder of the units; none before the first worker."""
+    if isinstance(plan.folder, StorePath):
+        return set(plan.folder.list_sizes())
     return set(os.listdir(plan.folder)) if plan.folder.is_dir() else set()
 
 
@@ -372,15 +450,13 @@ def has_manifests(unit: Unit, names: set[str]) -> bool:
 
 def read_holder(path: Path) -> Holder | None:
     """Who holds a lock file; None if it does not exist."""
-    try:
-        return Holder.parse(path.read_text())
-    except FileNotFoundError:
-        return None
+    found = lock_at(path).read()
+    return found[0] if found else None
 
 
 def describe_status(plan: WorkPlan, status: PlanStatus) -> Iterator[str]:
     """Yield lines on the state of a plan, for people."""
-    yield f"{plan.path}: {status.num_units} units, {status.num_bytes:,} bytes"
+    yield f"{plan.address}: {status.num_units} units, {status.num_bytes:,} bytes"
     yield f"  done: {len(status.done)}"
     yield f"  running: {len(status.running)}"
     for number, holder in status.running.items():
@@ -390,7 +466,7 @@ def describe_status(plan: WorkPlan, status: PlanStatus) -> Iterator[str]:
         yield f"    unit {number}: {error}"
     yield f"  waiting: {len(status.waiting)}"
     if not status.left_bytes and len(status.done) == status.num_units:
-        yield f"  next: mcore-data merge --plan {plan.path}"
+        yield f"  next: mcore-data merge --plan {plan.address}"
     elif status.bytes_per_s:
         left_s = status.left_bytes / status.bytes_per_s
         yield f"  rate: {status.bytes_per_s / 1e6:,.1f} MB/s, {left_s:,.0f} s left"
@@ -404,11 +480,14 @@ def _rate(done: Sequence[Unit]) -> float:
     All times are of one clock, the file server's. The first unit only marks the start.
     """
     finished = sorted(
-        (max(path.stat().st_mtime for path in unit.manifest_paths), unit.num_bytes)
-        for unit in done
+        (max(map(_modified_s, unit.manifest_paths)), unit.num_bytes) for unit in done
     )[-_RATE_UNITS:]
     span_s = finished[-1][0] - finished[0][0] if finished else 0.0
     return sum(num_bytes for _, num_bytes in finished[1:]) / span_s if span_s else 0.0
+
+
+def _modified_s(path: Path) -> float:
+    return path.modified_s() if isinstance(path, StorePath) else path.stat().st_mtime
 
 
 def _facts(plan: WorkPlan, corpus: Corpus) -> dict[str, Any]:

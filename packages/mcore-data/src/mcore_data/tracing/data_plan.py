@@ -23,6 +23,7 @@ from mcore_data.tracing.tracing import prefixes
 PLAN_FILE = "data_plan.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 1
+_FILES = ("data_args_path", "per_split_data_args_path", "data_mixture_path", "blocklist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class DataPlan:
         iteration: completed steps when the plan was written.
         consumed_samples: samples used by these steps.
         working_folder: folder to which relative paths of the options refer.
-        sources: for each stored source its prefix, sequences, tokens and fingerprint.
+        sources: for each stored source its prefix, sequences, tokens and fingerprint, and
+            what ``--blocklist`` hides of it: its place in the samples stays.
         ledger: for each source of the training blend the number of samples used.
     """
 
@@ -117,9 +119,18 @@ def describe_sources(dataset: Any) -> list[dict[str, Any]]:
             "lengths_hash": hashlib.blake2b(
                 np.ascontiguousarray(source.lengths).data, digest_size=16
             ).hexdigest(),
+            **_blocked(source),
         }
         for source in prefixes(dataset)
     ]
+
+
+def _blocked(source: Any) -> dict[str, int]:
+    blocked = getattr(source, "blocked", None)
+    if blocked is None:
+        return {}
+    tokens = int(source.lengths[blocked].sum(dtype=np.int64))
+    return {"blocked_sequences": int(blocked.sum()), "blocked_tokens": tokens}
 
 
 def given_by_source(plan: DataPlan) -> dict[str, int]:
@@ -225,6 +236,6 @@ def _absolute(config: DataConfig, folder: str) -> DataConfig:
     for name, value in asdict(config).items():
         if name.endswith("data_path") and isinstance(value, tuple):
             changed[name] = tuple(map(absolute, value))
-        elif name in ("data_args_path", "per_split_data_args_path", "data_mixture_path"):
+        elif name in _FILES:
             changed[name] = absolute(str(value)) if value else ""
     return replace(config, **changed)

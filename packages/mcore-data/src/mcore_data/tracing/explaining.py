@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.origins import Origins
+from mcore_data.indexed.origins import Origins, kept_values
 from mcore_data.loading.sampler import CyclicSampler
 from mcore_data.preprocessing.blocks import describe
 from mcore_data.preprocessing.sources import count_lines
@@ -139,7 +139,7 @@ class RunData:
                 yield Visit(step, index, part)
 
     def origin(self, prefix: str, document: int) -> str:
-        """Return the input file and the line or row of a document; "" if unknown.
+        """Return the input file, line or row, and kept values of a document; "" if unknown.
 
         For a part of a file (``--partitions``) the lines before the part are counted in the
         file. If the file is missing or has another size, the text names the byte from which the
@@ -168,7 +168,9 @@ class RunData:
                 number += self._lines_before[key]
             else:
                 suffix = f" (counted from byte {origin.start})"
-        return f"{describe(origin.path, origin.kind, number)}{suffix}"
+        kept = kept_values(name, document, self._stored[name].cache_path)
+        values = "".join(f", {key}: {value}" for key, value in kept.items())
+        return f"{describe(origin.path, origin.kind, number)}{suffix}{values}"
 
     def _full_prefix(self, prefix: str) -> str:
         known = [name for name in self._stored if not prefix or _same(name, prefix)]
@@ -204,6 +206,8 @@ class RunData:
             path, first = stored.locate(first)
             last = first + source.length * size
             origin = self.origin(source.prefix, document)
+            if stored.blocked is not None and stored.blocked[source.sequence]:
+                text = "(--blocklist: not shown to the model)"
         return DocumentRange(
             source.prefix, document, source, position, str(path), first, last, text, origin
         )

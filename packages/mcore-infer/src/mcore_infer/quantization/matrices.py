@@ -194,7 +194,7 @@ def _value_heads(model: nn.Module, path: str) -> tuple[int, int]:
 
 
 def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
-    """Return the norm whose output only this linear reads; None: no such norm."""
+    """Return the norm with a weight whose output only this linear reads; None: no such norm."""
     block_path, _, name = path.rpartition(".")
     block_path, _, mixer = block_path.rpartition(".")
     feeds = {"attention": "qkv", "mlp": "fc1"}
@@ -205,4 +205,6 @@ def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
         return None
     before = block.norms[block.mixers.index(mixer)][0]
     norm = block.get_submodule(before) if before else None
-    return norm if isinstance(norm, (RMSNorm, LayerNorm)) else None
+    if not isinstance(norm, (RMSNorm, LayerNorm)) or norm.weight is None:
+        return None
+    return norm

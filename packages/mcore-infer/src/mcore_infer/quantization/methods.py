@@ -139,6 +139,7 @@ def fold_(norm: RMSNorm | LayerNorm, strength: Float[Tensor, " D"]) -> None:
     """Divide the output channels of a norm by ``strength``, in place."""
     with torch.no_grad():
         weight, bias = norm.weight, getattr(norm, "bias", None)
+        assert weight is not None  # other norms are not folded into
         offset = 1.0 if norm.zero_centered else 0.0
         weight.copy_((weight.double() + offset) / strength.double() - offset)
         if bias is not None:

@@ -105,7 +105,7 @@ def _problems(model: nn.Module) -> list[str]:
 
 
 def _problems_of_layers(config: TransformerConfig) -> list[str]:
-    found = {
+    uncovered = {
         "--multi-latent-attention": config.multi_latent_attention,
         "--hybrid-override-pattern": bool(config.hybrid_override_pattern),
         "--mtp-num-layers": bool(config.mtp_num_layers),
@@ -120,12 +120,12 @@ def _problems_of_layers(config: TransformerConfig) -> list[str]:
         "--hidden-dropout": config.hidden_dropout > 0,
         f"--rope-type {config.rope_type}": config.rope_type in ("dynamic", "longrope"),
     }
-    return [name for name, is_here in found.items() if is_here]
+    return [name for name, is_used in uncovered.items() if is_used]
 
 
 def _problems_of_experts(layer: MoELayer) -> list[str]:
     config, experts = layer.router.config, layer.experts
-    found = {
+    uncovered = {
         "--expert-model-parallel-size above 1": experts.ep.size > 1,
         "--expert-tensor-parallel-size above 1": experts.expert_tp.size > 1,
         "--moe-expert-capacity-factor": bool(config.moe_expert_capacity_factor),
@@ -138,7 +138,7 @@ def _problems_of_experts(layer: MoELayer) -> list[str]:
         "--moe-latent-size": bool(config.moe_latent_size),
         "--moe-shared-expert-gate": bool(config.moe_shared_expert_gate),
     }
-    return [name for name, is_here in found.items() if is_here]
+    return [name for name, is_used in uncovered.items() if is_used]
 
 
 def _problems_of_gemms(model: GPT) -> list[str]:

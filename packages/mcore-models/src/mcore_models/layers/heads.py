@@ -7,20 +7,20 @@ own tokens, so that their gradients are parts of a sum.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.config import TransformerConfig
+from mcore_models.config import TransformerConfig, activation
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
+from mcore_moe.activations import activation_function
 from mcore_parallel.collectives import reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import ParamLayout, sliced
 
 
 class MaskedTokenHead(nn.Module):
-    """Head of masked tokens in BERT: dense, GELU, norm; and a bias for each vocabulary entry.
+    """Head of masked tokens in BERT: dense, activation, norm; a bias for each token.
 
     Attributes:
         dense: D to D.
@@ -52,6 +52,9 @@ class MaskedTokenHead(nn.Module):
         """
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
+        # That of the layers as published; Megatron's form has exact GELU in any case.
+        is_published = getattr(config, "post_layer_norm", False)
+        self.activation = activation_function(activation(config) if is_published else "gelu")
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         D = config.hidden_size
         cut: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
@@ -62,7 +65,7 @@ class MaskedTokenHead(nn.Module):
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Return the input of the product with the embedding; no communication."""
-        return self.norm(F.gelu(self.dense(x)))
+        return self.norm(self.activation(self.dense(x)))
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the bias, see ``mcore_parallel.sharding``."""

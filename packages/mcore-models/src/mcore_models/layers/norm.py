@@ -40,6 +40,7 @@ class _Norm(nn.Module):
         *,
         epsilon: float = 1e-5,
         zero_centered: bool = False,
+        weight: bool = True,
         replicas: Axis = SINGLE,
         partial: Axis = SINGLE,
         device: torch.device | str | None = None,
@@ -51,6 +52,7 @@ class _Norm(nn.Module):
             size: channels of the last dimension.
             epsilon: added to the mean square.
             zero_centered: store the weight minus 1.
+            weight: whether there is one.
             replicas: ranks that hold the weight.
             partial: ranks whose gradients of the weight are parts of a sum.
             device: of the weight.
@@ -60,19 +62,19 @@ class _Norm(nn.Module):
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
         self.kernel: NormKernel | None = None
-        self.weight = _identity(size, zero_centered, device, dtype)
+        self.weight = _identity(size, zero_centered, device, dtype) if weight else None
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
         kernel = kernels.norm if self.kernel is None else self.kernel
-        return kernel(x, *self.parameters_of_kernel(), **self._constants())
+        return kernel(x, *self.parameters_of_kernel(x), **self._constants())
 
     def add_and_norm(
         self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
     ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
         """Return the norm of ``x + branch``, and the sum; one kernel on a GPU."""
         if self.kernel is None:
-            parameters = self.parameters_of_kernel()
+            parameters = self.parameters_of_kernel(x)
             return kernels.add_and_norm(x, branch, *parameters, **self._constants())
         total = x + branch
         return self(total), total
@@ -84,9 +86,13 @@ class _Norm(nn.Module):
             for name, parameter in self.named_parameters(recurse=False)
         }
 
-    def parameters_of_kernel(self) -> tuple[Tensor, Tensor | None]:
+    def parameters_of_kernel(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias for the kernel, which computes RMSNorm without a bias."""
-        return self.weight, None
+        return self._weight_for(x), None
+
+    def _weight_for(self, x: Tensor) -> Tensor:
+        """Return the weight; ones of the dtype of x for a norm without one."""
+        return x.new_ones(x.shape[-1]) if self.weight is None else self.weight
 
     def _constants(self) -> dict[str, float]:
         return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
@@ -110,11 +116,14 @@ class LayerNorm(_Norm):
     def __init__(self, size: int, *, bias: bool = True, **options: Any) -> None:
         """Allocate weight and, with ``bias``, a bias; see ``RMSNorm``."""
         super().__init__(size, **options)
-        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
+        self.bias = None
+        if bias and self.weight is not None:
+            self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
-    def parameters_of_kernel(self) -> tuple[Tensor, Tensor]:
+    def parameters_of_kernel(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weight and bias; zeros for a norm without a bias."""
-        return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
+        weight = self._weight_for(x)
+        return weight, torch.zeros_like(weight) if self.bias is None else self.bias
 
 
 def build_norm(
@@ -130,6 +139,7 @@ def build_norm(
     options: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
         "zero_centered": config.apply_layernorm_1p,
+        "weight": config.norm_weight,
         "replicas": replicas,
         "partial": partial,
         "device": device,

@@ -18,6 +18,7 @@ class PositionEmbedding(nn.Module):
         num_positions: int,
         hidden_size: int,
         *,
+        offset: int = 0,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
@@ -28,13 +29,14 @@ class PositionEmbedding(nn.Module):
         Args:
             num_positions: rows.
             hidden_size: D.
+            offset: row of the first position.
             axis: tensor ranks, which hold the same table.
             sequence_parallel: whether tokens are split over ``axis``.
             device: of the table.
             dtype: of the table.
         """
         super().__init__()
-        self.axis = axis
+        self.axis, self.offset = axis, offset
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.weight = nn.Parameter(
             torch.zeros(num_positions, hidden_size, device=device, dtype=dtype)
@@ -48,11 +50,11 @@ class PositionEmbedding(nn.Module):
         Raises:
             ValueError: if a position is not in the table and positions are on the CPU.
         """
-        check_range(positions, self.weight.shape[0], "positions")
+        check_range(positions, self.weight.shape[0] - self.offset, "positions")
         positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
         if self.sequence_parallel:
             positions = own_slice(positions, self.axis)
-        return nn.functional.embedding(positions, self.weight)
+        return nn.functional.embedding(positions + self.offset, self.weight)
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the table, see ``mcore_parallel.sharding``."""

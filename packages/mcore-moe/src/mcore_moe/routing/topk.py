@@ -77,7 +77,11 @@ def route(
     probs = scores.gather(1, ids)
     if softmax_after:
         probs = probs.softmax(-1)
-    elif config.moe_router_score_function != "softmax" and config.moe_router_topk > 1:
+    elif (
+        config.moe_router_score_function != "softmax"
+        and config.moe_router_norm_topk_prob
+        and config.moe_router_topk > 1
+    ):
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
     return Routing(ids, scaled(probs, config))
 

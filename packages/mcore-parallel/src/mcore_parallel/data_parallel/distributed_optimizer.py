@@ -49,6 +49,7 @@ from mcore_parallel.offloading.state_memory import allocate_state, allocate_stat
 from mcore_parallel.optimizers.update_rule import (
     AVERAGE,
     AnyRule,
+    MaskableRule,
     MatrixRule,
     UpdateGroup,
     UpdateRule,
@@ -209,7 +210,8 @@ class DistributedOptimizer:
             named_lrs: learning rates of the groups with an ``lr_name``.
             is_applied: equal on all ranks, read on the device: where it is false, weights and
                 state keep all their bits, and the caller takes one from ``num_steps`` once it
-                learns of it. None: the step is applied, without the copies that this needs.
+                learns of it. None: the step is applied. A mask costs copies of the state, but
+                not for a ``MaskableRule`` without ``ema_decay`` and ``row_factors``.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -273,7 +275,13 @@ class DistributedOptimizer:
             change: gradients, or directions times their factors.
             is_direction: whether ``change`` holds directions of a matrix rule.
         """
-        group, rule = run.group, run.group.rule
+        group, rule, mask = run.group, run.group.rule, rates.is_applied
+        if (
+            mask is not None
+            and not (is_direction or self._ema_decay or rates.row_factors)
+            and isinstance(rule, MaskableRule)
+        ):
+            rule, mask = rule.masked(mask), None
         lr = rates.named_lrs[group.lr_name] if group.lr_name else rates.lr
         lr = lr * group.lr_factor / group.width
         decay = rates.weight_decay * group.width * group.decay_factor
@@ -290,14 +298,14 @@ class DistributedOptimizer:
                 grad_scale=scale if width == 1.0 else scale * width,
             )
         is_narrow = run.main.dtype == torch.bfloat16
-        is_cut = is_narrow or rates.is_applied is not None  # copies are made
+        is_cut = is_narrow or mask is not None  # copies are made
         length = _RUN if is_cut else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
             main = run.main[cut].float() if is_narrow else run.main[cut]
             target = main if is_narrow else run.weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            with unless_applied(rates.is_applied, (main, target, *moments.values())):
+            with unless_applied(mask, (main, target, *moments.values())):
                 update(main, change[cut], moments, target)
                 if rates.row_factors:
                     owned = list(clipped(run.owned, begin, begin + main.numel()))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
@@ -27,6 +27,7 @@ def _adamw(
     exp_avg_sq,
     parameter,
     scale,
+    is_applied,
     size,
     factor,
     decay,
@@ -39,6 +40,7 @@ def _adamw(
     epsilon,
     HAS_PARAMETER: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_FLAG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -55,6 +57,10 @@ def _adamw(
     square = tl.fma(beta2, square, one_minus_beta2 * (g * g))
     spread = tl.sqrt_rn(square) / root_correction + epsilon
     weight = tl.fma(-step_size, mean / spread, tl.fma(-decay, weight, weight))
+    if HAS_FLAG:
+        # The flag masks the stores alone: if the loads depended on it, they would begin later
+        # by the latency of its load, in every step that is applied.
+        inside &= tl.load(is_applied) != 0
     tl.store(main + at, weight, mask=inside)
     tl.store(exp_avg + at, mean.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
@@ -75,6 +81,7 @@ def adamw_plain(
     betas: tuple[float, float],
     epsilon: float,
     grad_scale: Float[Tensor, ""] | float = 1.0,
+    is_applied: Bool[Tensor, ""] | None = None,
 ) -> None:
     """Compute ``adamw_update`` by torch's AdamW, in the dtype of ``main``."""
     wide = main.dtype
@@ -98,20 +105,24 @@ def adamw_plain(
         weight_decay=weight_decay,
         eps=epsilon,
         maximize=False,
+        found_inf=None if is_applied is None else (~is_applied).float(),
     )
     if mean is not exp_avg:
         exp_avg.copy_(mean)
     if square is not exp_avg_sq:
         exp_avg_sq.copy_(square)
     if parameter.data_ptr() != main.data_ptr():
-        parameter.copy_(main)
+        kept = main if is_applied is None else torch.where(is_applied, main, parameter)
+        parameter.copy_(kept)
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:
     constants: dict[str, Any] = {"num_steps": 2, "lr": 0.1, "weight_decay": 0.1}
     constants |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
     main, mean = (wave(64, device=device, dtype=torch.float32) for _ in range(2))
-    yield Sample(main, main.clone(), mean, mean.square(), main.bfloat16(), **constants)
+    for flag in (None, torch.tensor(False, device=device)):
+        state = main, main.clone(), mean, mean.square(), main.bfloat16()
+        yield Sample(*state, is_applied=flag, **constants)
 
 
 @optional_kernel(
@@ -133,6 +144,7 @@ def adamw_update(
     betas: tuple[float, float],
     epsilon: float,
     grad_scale: Float[Tensor, ""] | float = 1.0,
+    is_applied: Bool[Tensor, ""] | None = None,
 ) -> None:
     """Update weights and moments in place, and write the weights to the parameter.
 
@@ -148,6 +160,7 @@ def adamw_update(
         betas: decay rates of the two means.
         epsilon: added to the root of the mean square.
         grad_scale: factor of the gradient; a tensor is read on the device.
+        is_applied: read on the device; where it is false, nothing is written. None: applied.
 
     Reference:
         Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
@@ -164,6 +177,7 @@ def adamw_update(
         exp_avg_sq,
         parameter,
         grad_scale if is_tensor else main,
+        main if is_applied is None else is_applied.view(torch.uint8),
         size,
         1.0 if is_tensor else float(grad_scale),
         lr * weight_decay,
@@ -176,6 +190,7 @@ def adamw_update(
         epsilon,
         parameter.data_ptr() != main.data_ptr(),
         is_tensor,
+        is_applied is not None,
         _BLOCK,
         num_warps=8,
     )

@@ -5,7 +5,7 @@ Loshchilov and Hutter 2019, arXiv:1711.05101.
 
 from collections.abc import Mapping
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_parallel.kernels.adam import adamw_update
@@ -16,9 +16,9 @@ from mcore_parallel.optimizers.update_rule import MomentDtype
 class AdamW:
     """The update rule; ``num_steps`` is a plain integer, so a step makes no host sync."""
 
-    def __init__(self, config: AdamConfig) -> None:
-        """Take the constants and the dtypes of the moments."""
-        self.config = config
+    def __init__(self, config: AdamConfig, is_applied: Bool[Tensor, ""] | None = None) -> None:
+        """Take the constants, the dtypes of the moments, and the mask of ``masked``."""
+        self.config, self._is_applied = config, is_applied
 
     @property
     def moments(self) -> Mapping[str, MomentDtype]:
@@ -27,6 +27,10 @@ class AdamW:
             "exp_avg": self.config.exp_avg_dtype,
             "exp_avg_sq": self.config.exp_avg_sq_dtype,
         }
+
+    def masked(self, is_applied: Bool[Tensor, ""]) -> "AdamW":
+        """Return this rule with a mask; see ``MaskableRule``."""
+        return AdamW(self.config, is_applied)
 
     def update(
         self,
@@ -53,4 +57,5 @@ class AdamW:
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             epsilon=self.config.adam_eps,
             grad_scale=grad_scale,
+            is_applied=self._is_applied,
         )

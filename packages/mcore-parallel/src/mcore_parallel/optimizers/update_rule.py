@@ -62,6 +62,18 @@ class UpdateRule(Protocol):
 
 
 @runtime_checkable
+class MaskableRule(UpdateRule, Protocol):
+    """An elementwise update whose kernel leaves a step out on the device, without copies."""
+
+    def masked(self, is_applied: Bool[Tensor, ""]) -> UpdateRule:
+        """Return this rule with an ``update`` that writes nothing where the mask is false.
+
+        Args:
+            is_applied: read on the device by each ``update``.
+        """
+
+
+@runtime_checkable
 class MatrixRule(Protocol):
     """An update of whole logical matrices, between two elementwise parts.
 
@@ -146,7 +158,8 @@ def unless_applied(
 ) -> Iterator[None]:
     """Give tensors their bits from before the block where ``is_applied`` is false.
 
-    Nothing waits for the device: the tensors are copied before, and selected after.
+    Nothing waits for the device: the tensors are copied before, and selected after. A
+    ``MaskableRule`` needs no copies.
 
     Args:
         is_applied: on the device; None: the block alone, without copies.

@@ -10,9 +10,11 @@ from mcore_data.datasets.from_flags import build_gpt_datasets, build_valid_sets
 from mcore_data.datasets.sentence_datasets import build_sentence_datasets
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.manifest import is_of_other_tokenizer
+from mcore_data.preprocessing.on_the_fly import tokenize_sources
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import describe_sources
 from mcore_data.tracing.tracing import prefixes
+from mcore_parallel.launch import launcher
 from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.resolution import Plan
 
@@ -34,6 +36,8 @@ class Datasets:
     """Validation data that are scored one by one, in place of ``valid``."""
     sources: Sequence[Mapping[str, Any]] = ()
     """What the training data are made of; empty for data that the caller made."""
+    config: DataConfig | None = None
+    """Data options with pairs in place of texts that were tokenized; None for such data."""
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
@@ -53,6 +57,9 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         )
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
+    if data.tokenize_on_the_fly:
+        ranks = launcher.read_environment().local_world_size
+        data = tokenize_sources(data, config.tokenizer, num_local_ranks=ranks)
     common: dict[str, Any] = {
         "sequence_length": config.batch.seq_length,
         "seed": config.run.seed,
@@ -104,6 +111,7 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         test=test,
         valid_sets=valid_sets,
         sources=describe_sources(built[0]) if plan.family.dataset == "gpt" else (),
+        config=data,
     )
 
 

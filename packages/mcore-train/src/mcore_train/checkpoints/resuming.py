@@ -300,9 +300,7 @@ def _warn_of_changed_seed(run: Run, then: int) -> None:
 def data_plan(run: Run) -> DataPlan:
     """Describe the tokens that each step of the run reads."""
     config = run.plan.config
-    data = config.data
-    if data.mock_data:
-        data = replace(data, mock_vocab_size=run.plan.vocab_size)
+    data = run.datasets.config or config.data
     dataset = run.datasets.train
     blend = isinstance(dataset, OrderedBlend)
     size = run.plan.ramp.size_at(run.progress.consumed_train_samples)

@@ -1,9 +1,9 @@
-"""What follows a spike: a line in the ledger, and the run goes on, goes back or ends.
+"""Follows up a spike: writes it to the ledger; continues, rewinds or ends the run.
 
-The device has left the update out already (``RecentSteps``). The host learns of that before the
-next update: it waits for numbers of the step before, while the device computes gradients. Then
-it takes the step out of the optimizer's and the schedule's counts, so that a run with spikes
-left out has the weights of a run that never read those batches (``--iterations-to-skip``).
+The device has skipped the update (``RecentSteps``). The host reads the judgement of a step
+before the next update, while the device computes gradients, and removes the step from the
+counts of optimizer and schedule: a run that skips spikes has the weights of a run that leaves
+out the same batches by ``--iterations-to-skip``.
 """
 
 import logging
@@ -32,7 +32,7 @@ class SpikeError(FloatingPointError):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step whose judgement the host has not read."""
+    """A step whose judgement the host has not read yet."""
 
     iteration: int
     first_sample: int
@@ -122,7 +122,7 @@ class SpikePolicy:
         ):
             row |= {name: value, f"{name}_mean": mean, f"{name}_deviation": deviation}
         row |= {"first_sample": step.first_sample, "batch_size": step.batch_size}
-        told = (
+        message = (
             f"iteration {step.iteration} is a spike: loss {numbers[0]:.4g} (before "
             f"{numbers[1]:.4g} +- {numbers[2]:.2g}), gradient norm {numbers[3]:.4g} (before "
             f"{numbers[4]:.4g} +- {numbers[5]:.2g}). Its update was left out."
@@ -130,15 +130,15 @@ class SpikePolicy:
         is_often = len(run.progress.spikes) >= options.spike_limit
         if options.spike_policy == "stop" or is_often:
             self._reporter.report_spike(step.iteration, {**row, "action": "stop"})
-            raise SpikeError(f"{told} {self._advice(step.iteration)}")
+            raise SpikeError(f"{message} {self._advice(step.iteration)}")
         if options.spike_policy == "rewind":
-            row["rewound_to"] = self._rewind(step.iteration, told)
-            told += f" Weights and optimizer are those of step {row['rewound_to']}."
-        log.warning("%s %s", told, self._pointer(step.iteration))
+            row["rewound_to"] = self._rewind(step.iteration, message)
+            message += f" Weights and optimizer are those of step {row['rewound_to']}."
+        log.warning("%s %s", message, self._pointer(step.iteration))
         self._reporter.report_spike(step.iteration, row)
         return options.spike_policy == "rewind"
 
-    def _rewind(self, step: int, told: str) -> int:
+    def _rewind(self, step: int, message: str) -> int:
         """Load the newest checkpoint that is old enough, or the oldest; return its step."""
         run, folder = self._run, self._run.plan.config.saving.save
         with self._paused():
@@ -147,7 +147,7 @@ class SpikePolicy:
             earlier = [s for s in gather_json(known, run.ctx.world)[0] if s < step]
             if not earlier:
                 raise SpikeError(
-                    f"{told} {folder} has no checkpoint of a step before it to go back to: "
+                    f"{message} {folder} has no checkpoint of a step before it to go back to: "
                     "give a lower --save-interval, or --spike-policy skip."
                 )
             last = step - self._options.spike_rewind_steps

@@ -170,11 +170,15 @@ class Shrinking:
         ffn = 12
         if is_fp8:
             ffn = 3 * channels if self._has_flat_shards else channels
-        pairs = int(channels * model.rotary_percent) // 2
+        pairs = max(1, int(channels * model.rotary_percent) // 2)
+        has_share = model.position_embedding_type == "rope" and model.rotary_percent != 1
+        # The share of whole pairs, which the published share need not give here.
+        share = 2 * pairs / channels if has_share else model.rotary_percent
         return {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups if model.num_query_groups else 0,
             "kv_channels": channels if model.kv_channels else 0,
+            "rotary_percent": share,
             "global_kv_channels": 2 * channels if model.global_kv_channels else 0,
             "global_num_query_groups": self.groups if model.global_num_query_groups else 0,
             "hidden_size": self.heads * channels + 16 * has_own_width,

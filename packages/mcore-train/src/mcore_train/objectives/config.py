@@ -27,6 +27,12 @@ DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Options that an objective turns on: the kind of its data."""
 
+_PACKING = (
+    *("sft", "preferences"),
+    *("reset_attention_mask", "dataloader_inter_document_masking"),
+)
+"""Options by which rows hold several documents."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig(Options):
@@ -90,6 +96,20 @@ class ObjectiveConfig(Options):
             lambda v: v.objective not in ("pretrain", "sft") and v.cuda_graph_impl != "none",
             "--objective {objective} adds tensors to each batch, which --cuda-graph-impl "
             "{cuda_graph_impl} does not record: use --cuda-graph-impl none.",
+        ),
+        Rule(
+            ("objective", "label_smoothing", "z_loss_coeff"),
+            lambda v: (
+                v.objective not in ("pretrain", "sft") and (v.label_smoothing or v.z_loss_coeff)
+            ),
+            "--label-smoothing and --z-loss-coeff change the loss of --objective pretrain and "
+            "sft, which --objective {objective} does not train: leave them out.",
+        ),
+        Rule(
+            ("batch_invariant_mode", *_PACKING),
+            lambda v: v.batch_invariant_mode and any(getattr(v, name) for name in _PACKING),
+            "--batch-invariant-mode does not cover packed documents: leave it out, or --sft, "
+            "--preferences, --reset-attention-mask and --dataloader-inter-document-masking.",
         ),
         Rule(
             ("objective", "reference_model", "reference_cache"),
@@ -181,6 +201,18 @@ class GRPOConfig(Options):
             lambda v: v.global_batch_size % v.grpo_group_size or not v.global_batch_size,
             "--global-batch-size {global_batch_size} must be a multiple of --grpo-group-size "
             "{grpo_group_size}: a step has whole groups of texts.",
+        ),
+        Rule(
+            ("grpo_group_size", "rampup_batch_size", "step_batch_size_schedule"),
+            lambda v: v.has_batch_sizes,
+            "--objective grpo writes one number of texts for all steps: leave "
+            "--rampup-batch-size and --step-batch-size-schedule out.",
+        ),
+        Rule(
+            ("objective", "spike_policy"),
+            lambda v: v.spike_policy == "rewind",
+            "--spike-policy rewind would train weights of an earlier step on texts that later "
+            "weights have written: use skip or stop with --objective grpo.",
         ),
         Rule(
             ("grpo_max_tokens", "seq_length"),

@@ -4,7 +4,7 @@ The loss is ``w t^2 KL(teacher || student) + (1 - w) cross-entropy``, both at te
 the divergence, over a vocabulary that stays split over the tensor ranks. With
 ``--distill-top-k`` the teacher's k most probable tokens are compared, and the sum of all other
 tokens as one more class: a lower bound of the divergence, exact if k is the vocabulary, and
-small enough to be stored beside the data.
+small enough to be stored with the data.
 
 Reference:
     Hinton et al. 2015, Distilling the Knowledge in a Neural Network. arXiv:1503.02531.

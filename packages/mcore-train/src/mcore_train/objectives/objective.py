@@ -3,7 +3,7 @@
 A run holds one ``Objective``. Each of its losses is a sum over the entries of a mask: the mask
 times the loss, divided by the mask's sum over all micro-batches, data and context ranks of the
 step. That one rule makes every split of a batch give the same gradient. ``Objective`` itself is
-pretraining: the losses of the model. docs/objectives.md builds one of your own.
+pretraining: the losses of the model. docs/objectives.md shows how to write an objective.
 """
 
 import importlib
@@ -15,13 +15,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.protocol import LABELS, Entry, MicroBatch, TrainableModel
+from mcore_models.protocol import LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
-from mcore_parallel.tensor_parallel.distributions import vocab_parallel_log_probs
 from mcore_train.composition import TrainConfig
 from mcore_train.objectives.config import OBJECTIVES
 
@@ -130,24 +129,27 @@ class SupervisedFineTuning(Objective):
 
 
 def token_log_probs(
-    model: TrainableModel, output: Payload, labels: Int[Tensor, "B S"]
+    model: TrainableModel, output: Payload, batch: MicroBatch
 ) -> Float[Tensor, "B S"]:
     """Return the log-probability of every label, differentiable, equal on all tensor ranks.
 
-    The logits of the micro-batch are in memory: this rank's columns of S x B x V.
+    It is the model's token loss, negated: with ``--batch-invariant-mode`` the bits of an
+    engine. The logits of the micro-batch are in memory: this rank's columns of S x B x V.
 
     Args:
-        model: last stage.
+        model: last stage of a causal model.
         output: its result.
-        labels: next token of every token.
+        batch: with labels.
     """
-    log_probs = vocab_parallel_log_probs(
-        model.stage_logits(output),
-        labels.t().unsqueeze(-1),  # [B, S] -> [S, B, 1]
-        vocab_size=model.vocab_size,
-        axis=model.tp,
-    )
-    return log_probs.squeeze(-1).t()
+    return -model.unreduced_losses(output, batch)[LM_LOSS]
+
+
+def answer_log_probs(
+    model: TrainableModel, output: Payload, batch: MicroBatch
+) -> Float[Tensor, "B S"]:
+    """Return ``token_log_probs`` of a batch's labels, 0 where its loss mask is 0."""
+    log_probs = token_log_probs(model, output, batch)
+    return torch.where(batch[LOSS_MASK] > 0, log_probs, 0.0)
 
 
 def objective_class(config: TrainConfig) -> type[Objective]:
@@ -195,11 +197,3 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses and pickles of the file look it up
     spec.loader.exec_module(module)
     return module
-
-
-def answer_log_probs(
-    model: TrainableModel, output: Payload, batch: MicroBatch
-) -> Float[Tensor, "B S"]:
-    """Return ``token_log_probs`` of a batch's labels, 0 where its loss mask is 0."""
-    log_probs = token_log_probs(model, output, batch[LABELS])
-    return torch.where(batch["loss_mask"] > 0, log_probs, 0.0)

@@ -18,6 +18,7 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
 from mcore_models.building.layouts import layout_problems
 from mcore_models.description import ModelDescription
+from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.peft.attaching import adapters_off
 from mcore_models.protocol import MicroBatch, TrainableModel, share_embedding
 from mcore_parallel.mesh import ParallelContext
@@ -109,30 +110,34 @@ def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
         )
     if "model" not in extra:
         raise ValueError(f"{flag} does not describe its model.")
-    found = ModelDescription.from_dict(extra["model"])
+    description = ModelDescription.from_dict(extra["model"])
     faults = []
-    if found.family != plan.family.name:
-        faults.append(f"{flag} is a {found.family}, and the run trains a {plan.family.name}.")
-    if found.vocab_size != plan.vocab_size:
+    if description.family != plan.family.name:
         faults.append(
-            f"{flag} has a vocabulary of {found.vocab_size} tokens, and the run one of "
+            f"{flag} is a {description.family}, and the run trains a {plan.family.name}."
+        )
+    if description.vocab_size != plan.vocab_size:
+        faults.append(
+            f"{flag} has a vocabulary of {description.vocab_size} tokens, and the run one of "
             f"{plan.vocab_size}: both models need the same tokenizer."
         )
-    if found.config.mtp_num_layers:
+    if description.config.mtp_num_layers:
         faults.append(f"{flag} has --mtp-num-layers, which a frozen model cannot have.")
     parallel, length = plan.config.parallelism, plan.config.batch.seq_length
-    problems = layout_problems(found.config, parallel, found.moe, seq_length=length)
+    problems = layout_problems(description.config, parallel, description.moe, seq_length=length)
     faults += [f"{flag}: {problem}" for problem in problems]
     pp = parallel.pipeline_model_parallel_size
     try:
-        build_stages(plan.config.pipeline, found.config.num_layers, pp)
+        build_stages(plan.config.pipeline, description.config.num_layers, pp)
     except ValueError as error:
         faults.append(f"{flag}: {error}")
     if faults:
         raise ValueError("\n".join(faults))
     # Columns of both heads are split alike over the tensor ranks.
     divisor = plan.config.model.make_vocab_size_divisible_by
-    return replace(found, config=replace(found.config, make_vocab_size_divisible_by=divisor))
+    return replace(
+        description, config=replace(description.config, make_vocab_size_divisible_by=divisor)
+    )
 
 
 def check_reference(plan: Plan) -> None:
@@ -197,6 +202,8 @@ def build_frozen_model(
         share_embedding(frozen)
     shards = {}
     for chunk in frozen:
+        if config.kernels.batch_invariant_mode:
+            use_batch_invariant_kernels(chunk)
         chunk.requires_grad_(False).eval()
         shards |= named_shards(chunk, ctx.data_axes())
     load(

@@ -1,10 +1,10 @@
-"""What a frozen model computes for each sample, stored beside the data: written and read.
+"""Stores what a frozen model computes for each sample, and reads it with the samples.
 
 ``mcore-train reference`` runs the frozen model of a command once over the samples of its
 datasets; a run with the same data options and ``--reference-cache`` reads the results with each
 sample and holds no frozen model. A folder has one array for each entry and split,
 ``train/<entry>.npy`` of ``[samples, S, ...]``, and ``reference.json``, written last, which
-tells which samples and which model they belong to.
+describes the samples and the model.
 """
 
 import json

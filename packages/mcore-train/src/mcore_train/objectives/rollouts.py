@@ -1,25 +1,25 @@
-"""Texts that a model in training writes, their rewards, and the batches made of them.
+"""Generates texts with the model in training, scores them, and builds batches of them.
 
-All ranks write: each holds the weights in a serving layout (``ServingCopy``, filled from
-memory) and continues its share of the prompts; then all ranks know all texts and rewards, and
-each data rank takes its rows. ``WriteTexts`` is the seam to another engine: a function from
-prompts to texts, called on all ranks together with the weights as they are.
+All ranks write: each has an engine in a serving layout, to which ``EngineSync`` pushes the
+weights, and continues its share of the prompts. All ranks gather all texts and rewards, and
+each data rank takes its rows. ``WriteTexts`` is the seam to another engine.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_data.datasets.preferences import read_records
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.assembly import Run
+from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.losses import place
 from mcore_train.objectives.objective import answer_log_probs, load_named
 
@@ -33,49 +33,52 @@ _STD_FLOOR = 1e-4
 """Added to a group's standard deviation, as trl does: a group of equal rewards has none."""
 
 
-class WriteTexts(Protocol):
-    """Continues prompts with the weights as they are; all ranks call it together."""
-
-    def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
-        """Return the written tokens of each prompt, equal on all ranks.
-
-        Args:
-            prompts: token ids, equal on all ranks.
-            seed: text i draws from ``seed + i``.
-        """
+WriteTexts = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+"""Called by all ranks together with token ids of prompts and a seed, equal on all ranks; text i
+draws from ``seed + i``. Returns the written tokens of each prompt, equal on all ranks."""
 
 
 class EngineTexts:
-    """Writes with mcore-infer's engine, on all ranks of the run, by weights sent in memory."""
+    """Writes with an engine of mcore-infer on all ranks of the run.
+
+    The engine and its weights stay between rounds; ``EngineSync`` pushes new weights to it in
+    memory, for which a second copy of them exists.
+    """
 
     def __init__(self, run: Run) -> None:
-        """Build the groups of the serving layout; all ranks call it together."""
-        from mcore_train.sample_texts import ServingCopy  # imports mcore_infer
+        """Build the engine in a serving layout; all ranks call it together."""
+        # These import mcore_infer.
+        from mcore_infer.generation import build_offline_engine
+        from mcore_train.sample_texts import ServingCopy
+        from mcore_train.weight_sync.engine_sync import EngineSync
 
-        self.run, self.serving = run, ServingCopy(run)
+        serving = ServingCopy(run)
+        self.run, self.replicas = run, serving.ctx.dp
+        self.share = -(-run.plan.global_batch_size // self.replicas.size)
+        lengths = [run.plan.config.batch.seq_length] * self.share
+        self.engine = build_offline_engine(serving.empty_model(), lengths)
+        weights = partial(model_shards, run)
+        self.sync = EngineSync(run.ctx.world, weights=weights, engine=self.engine)
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
-        """Continue a share of the prompts on each serving replica, and gather all texts."""
-        from mcore_infer.config import SamplingConfig
-        from mcore_infer.generation import generate
+        """Push the weights, continue a share of the prompts on each replica, gather all."""
+        from mcore_infer.config import SamplingConfig  # imports mcore_infer
 
+        self.sync.push()
         options, tokenizer = self.run.plan.config.grpo, self.run.tokenizer
-        replicas = self.serving.ctx.dp
-        share = -(-len(prompts) // replicas.size)
-        mine = range(len(prompts))[replicas.rank * share : (replicas.rank + 1) * share]
         sampling = SamplingConfig(
             num_tokens=options.grpo_max_tokens, temperature=options.grpo_temperature
         )
-        model, written = self.serving.model(), []
-        if mine:
-            own = [prompts[i] for i in mine]
-            eod = tokenizer.eod if tokenizer is not None else None
-            # Row i of a call draws from its seed + i: texts do not depend on the layout.
-            with torch.no_grad():
-                written = generate(model, own, sampling, seed=seed + mine[0], eod=eod)
-        found = [(i, list(each.ids)) for i, each in zip(mine, written, strict=True)]
+        first = self.replicas.rank * self.share
+        assert tokenizer is not None
+        rows = {
+            self.engine.add(prompt, sampling, seed=seed + i, eod=tokenizer.eod): i
+            for i, prompt in enumerate(prompts[first : first + self.share], first)
+        }
+        results = (event for event in self.engine.run() if isinstance(event, tuple))
+        written = [(rows[number], list(text.ids)) for number, text in results]
         texts: dict[int, list[int]] = {}
-        for of_rank in gather_json(found, self.run.ctx.world):
+        for of_rank in gather_json(written, self.run.ctx.world):
             # Tensor ranks of a replica wrote the same text: the first one's counts.
             texts = {**dict(of_rank), **texts}
         return [texts[i] for i in range(len(prompts))]
@@ -83,7 +86,7 @@ class EngineTexts:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt, what the model wrote after it, and what that is worth."""
+    """A prompt, the tokens that the model wrote after it, their reward and advantage."""
 
     prompt: list[int]
     written: list[int]
@@ -95,8 +98,8 @@ def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[Mi
     """Write texts and yield this rank's micro-batches of the steps on them, without end.
 
     Args:
-        run: its weights write; ``progress`` tells which prompts are next.
-        write: writes the texts; None: ``EngineTexts``.
+        run: with the weights that write; its ``progress`` selects the prompts.
+        write: generates the texts; None: ``EngineTexts``.
 
     Raises:
         ValueError: if prompts or reward cannot be read, or a prompt leaves no room for a text.
@@ -146,12 +149,11 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
         FileNotFoundError: if there is no such file.
         ValueError: for a line without a prompt.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--prompts {path} is not a file.")
-    records = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise ValueError(f"--prompts {path}, line {number}: no prompt, a text.")
+    records = list(
+        read_records(
+            path, "--prompts", "prompt, a text", lambda r: isinstance(r.get("prompt"), str)
+        )
+    )
     if not records:
         raise ValueError(f"--prompts {path} is empty.")
     return records
@@ -205,20 +207,17 @@ def _micro_batches(run: Run, texts: Sequence[Text]) -> list[MicroBatch]:
 
 
 def _row(text: Text, length: int) -> dict[str, Tensor]:
-    """Make a row of a prompt and its text; the rest is a document of its own."""
+    """Make a row of a prompt and its text; no token of them attends to the zeros after it."""
     ids = torch.tensor(text.prompt + text.written)
     begin, end = len(text.prompt) - 1, len(ids) - 1  # positions whose labels were written
     mask = torch.zeros(length)
     mask[begin:end] = 1.0
     tokens, labels = (torch.zeros(length, dtype=torch.int64) for _ in range(2))
     tokens[:end], labels[:end] = ids[:-1], ids[1:]
-    positions = torch.arange(length)
     return {
         "tokens": tokens,
         "labels": labels,
         "loss_mask": mask,
-        "position_ids": torch.where(positions < end, positions, positions - end),
-        "cu_seqlens": torch.tensor([0, end, length], dtype=torch.int32),
         ADVANTAGES: mask * text.advantage,
         REWARDS: mask * text.reward,
         TOKEN_SHARES: mask / max(1, len(text.written)),
@@ -227,12 +226,12 @@ def _row(text: Text, length: int) -> dict[str, Tensor]:
 
 def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Add the log-probabilities of the texts by the weights as they are; one forward pass."""
-    found = list(batches)
+    annotated = list(batches)
 
     def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
         old = answer_log_probs(model, output, batches[microbatch])
         entries = {**batches[microbatch].entries, OLD_LOG_PROBS: old}
-        found[microbatch] = replace(batches[microbatch], entries=entries)
+        annotated[microbatch] = replace(batches[microbatch], entries=entries)
 
     for chunk in run.chunks:
         chunk.eval()
@@ -240,4 +239,4 @@ def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]
         run.pipeline.forward(batches, keep)
     for chunk in run.chunks:
         chunk.train()
-    return found
+    return annotated

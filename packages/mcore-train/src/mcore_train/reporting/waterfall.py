@@ -115,6 +115,7 @@ class StepWatch:
         self._run, self._clock = run, run.ctx.clock
         self._interval = run.plan.config.logging.waterfall_interval
         self._first = run.progress.iteration + FIRST
+        self._calibrated = 0  # step that the clock was calibrated before
         self._recorded: tuple[int, Recording, NoiseSquares | None] | None = None
         self._saves_s, self._last_step = 0.0, run.progress.iteration
         self._noise = self._signal = 0.0
@@ -127,11 +128,12 @@ class StepWatch:
 
     def before(self, step: int) -> None:
         """Begin to record a step that is due; waits for the device one step before it."""
-        if self.is_due(step + 1):
+        is_due = self.is_due(step)
+        # The step before may have been left out (--iterations-to-skip).
+        if self.is_due(step + 1) or (is_due and self._calibrated != step - 1):
             self._clock.calibrate()
-        if self.is_due(step):
-            if self._interval == 1:
-                self._clock.calibrate()
+            self._calibrated = step
+        if is_due:
             self._clock.start()
 
     def after(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the last steps, on the device, and which new ones are spikes.
+"""Finds spikes: compares a step's loss and gradient norm with the last steps, on the device.
 
 A step is a spike if its loss or its gradient norm is not finite, or above the mean of the last
 steps by some standard deviations. That is decided on the device, from numbers that are equal on

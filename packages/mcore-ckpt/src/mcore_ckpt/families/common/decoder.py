@@ -40,7 +40,7 @@ from mcore_models.logical_tensors import (
     has_qkv_bias,
     head_dim,
     is_gated,
-    norm_has_bias,
+    norm_kinds,
     num_kv_heads,
 )
 
@@ -134,6 +134,66 @@ def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
 
 FIXED_WIDTH = FieldRule(write=_fixed_width)
 """Feed-forward layers are four times as wide as the model: no field ``intermediate_size``."""
+
+
+def _read_epsilon(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    if ours["norm_epsilon"] != 1e-5:
+        raise ValueError(
+            f"config.json has layer_norm_eps={ours['norm_epsilon']!r}, which this family "
+            "ignores: its norms have 1e-05. Take the field out."
+        )
+    return {}
+
+
+def _write_epsilon(_: Description, theirs: Theirs) -> Theirs:
+    if (epsilon := theirs.pop("layer_norm_eps")) != 1e-5:
+        raise ValueError(f"it cannot express --norm-epsilon {epsilon}: only 1e-05")
+    return {}
+
+
+FIXED_EPSILON = FieldRule(read=_read_epsilon, write=_write_epsilon)
+"""The epsilon of LayerNorms is 1e-5: no field, with ``layer_norm_eps`` absent."""
+
+_PLAIN = {"gelu": "", "gelu_tanh": "openai_gelu", "relu": "relu", "relu2": "squared_relu"}
+_GATED = {"silu": "swiglu", "gelu": "exact_geglu", "gelu_tanh": "geglu"}
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Their names of one function, the tanh approximation of GELU."""
+
+
+def activation_rule(theirs: str, default: str, *, gated: bool = False) -> FieldRule:
+    """Return the rule of a family's activation.
+
+    Args:
+        theirs: their field.
+        default: value that transformers assumes if the field is absent.
+        gated: whether feed-forward layers have a gate.
+    """
+    kinds = _GATED if gated else _PLAIN
+    tanh = default if default in _TANH else _TANH[int(gated)]
+
+    def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+        value = fields.take(theirs, default)
+        kind = "gelu_tanh" if value in _TANH else value
+        if kind not in kinds:
+            names = [name for name in (*kinds, *_TANH) if name != "gelu_tanh"]
+            raise ValueError(
+                f"config.json has {theirs}={value!r}, which mcore cannot represent here: only "
+                f"{', '.join(names)}."
+            )
+        ours = {"swiglu": False, kinds[kind]: True}
+        return {name: on for name, on in ours.items() if name and on != DEFAULTS[name]}
+
+    def write(description: Description, _: Theirs) -> Theirs:
+        is_set = {kind: setting(description, ours) for kind, ours in kinds.items() if ours}
+        kind = next((kind for kind, on in is_set.items() if on), "gelu")
+        others = {*_PLAIN.values(), *_GATED.values(), "quick_geglu"} - {"", kinds.get(kind)}
+        require(description, **dict.fromkeys(sorted(others), False))
+        if not kinds.get(kind) and gated:
+            raise ValueError(f"it cannot express {kind} without a gate")
+        return {theirs: tanh if kind == "gelu_tanh" else kind}
+
+    names = {*_PLAIN.values(), *_GATED.values()} - {""}
+    return FieldRule(covers=tuple(sorted(names)), read=read, write=write)
 
 
 def both_dropouts(first: str, second: str, default: float) -> FieldRule:
@@ -369,7 +429,7 @@ def attention_rules(
     rules = [
         Rule(f"blocks.*.{ours}.{kind}", f"model.layers.*.{theirs}.{kind}")
         for ours, theirs in (NORMS if norms is None else norms).items()
-        for kind in (("weight", "bias") if norm_has_bias(config) else ("weight",))
+        for kind in norm_kinds(config)
     ]
     for kind in ("weight", "bias"):
         if kind == "weight" or has_qkv_bias(config):
@@ -440,7 +500,7 @@ def gated_rules(
 def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return rules of embedding, layers, final norm and head, in this order."""
     head = [Rule("head.weight", "lm_head.weight")]
-    kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
+    kinds = norm_kinds(settings(description))
     return (
         Rule("embedding.weight", "model.embed_tokens.weight"),
         *layer_rules,

@@ -158,9 +158,10 @@ class Fields:
         if config.get("quantization_config"):
             raise ValueError(
                 "config.json has quantization_config, which mcore cannot represent here: "
-                "read are fp8 in blocks, MXFP4, GPTQ (4 and 8 bits), AWQ (4 bits, gemm), "
-                "compressed-tensors, and modelopt's folders with any algorithm that quantize "
-                "writes. Dequantize others with their own tool."
+                "read are fp8 in blocks or with a scale a tensor, MXFP4, bitsandbytes, GPTQ "
+                "(4 and 8 bits), AWQ (4 bits, gemm), compressed-tensors, and modelopt's "
+                "folders with any algorithm that quantize writes. Dequantize others with their "
+                "own tool."
             )
         silent = _IGNORED - set(keep)
         complete = {**(absent or {}), **config}
@@ -315,6 +316,7 @@ PLAIN_ROUTING = {
         "moe_router_num_groups",
         "moe_router_enable_expert_bias",
         "moe_router_bias",
+        "moe_router_norm_topk_prob",
         "moe_apply_probs_on_input",
     )
 }

@@ -7,13 +7,11 @@ from mcore_ckpt.families.common.decoder import (
     OWN_GROUPS,
     Decoder,
     Description,
-    FieldRule,
-    Theirs,
+    activation_rule,
     below_transformer,
     both_dropouts,
     with_head,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.mapping.rules import Rule, Table
 
 _LAYER = "transformer.h.*."
@@ -24,15 +22,6 @@ _LINEARS = {"attention.proj": "attn.c_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config.get("intermediate_size") or 4 * config.get("hidden_size", 0)
     return {**config, "intermediate_size": width}
-
-
-def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
-    fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    return {}
-
-
-def _write(_: Description, _theirs: Theirs) -> Theirs:
-    return {"activation_function": "gelu_new"}
 
 
 def _table(description: Description) -> Table:
@@ -66,8 +55,6 @@ FAMILY = Decoder(
     fixed={
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
-        "swiglu": False,
-        "openai_gelu": True,
         "add_bias_linear": True,
     },
     field_names={
@@ -91,7 +78,7 @@ FAMILY = Decoder(
         *("summary_proj_to_labels", "summary_first_dropout"),
     ),
     parts=(
-        FieldRule(read=_read, write=_write),
+        activation_rule("activation_function", "gelu_new"),
         OWN_GROUPS,
         both_dropouts("resid_pdrop", "embd_pdrop", 0.1),
     ),

@@ -9,6 +9,7 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    activation_rule,
     pair,
     with_head,
 )
@@ -35,17 +36,9 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
-    activation = fields.take("hidden_act", "gelu")
-    if activation not in ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh"):
-        raise ValueError(
-            f"config.json has hidden_act={activation!r}, which mcore cannot represent."
-        )
     fields.must_be("is_decoder", False, True)
     is_parallel = fields.take("use_parallel_residual", True)
-    return {
-        "openai_gelu": activation != "gelu",
-        "parallel_residual": "two_norms" if is_parallel else "off",
-    }
+    return {"parallel_residual": "two_norms" if is_parallel else "off"}
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:
@@ -55,7 +48,6 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     rope = theirs["rope_parameters"]
     del theirs["partial_rotary_factor"]
     return {
-        "hidden_act": "gelu_new" if setting(description, "openai_gelu") else "gelu",
         "use_parallel_residual": kind == "two_norms",
         "rotary_pct": rope["partial_rotary_factor"],
         "rotary_emb_base": rope["rope_theta"],
@@ -92,15 +84,14 @@ FAMILY = Decoder(
     architecture="GPTNeoXForCausalLM",
     fixed={
         "normalization": "LayerNorm",
-        "swiglu": False,
-        "squared_relu": False,
         "add_bias_linear": True,
     },
     absent={"layer_norm_eps": 1e-5, "max_position_embeddings": 2048},
     only={"attention_bias": True},
     unread=("classifier_dropout",),
     parts=(
-        FieldRule(covers=("openai_gelu", "parallel_residual"), read=_read, write=_write),
+        FieldRule(covers=("parallel_residual",), read=_read, write=_write),
+        activation_rule("hidden_act", "gelu"),
         OWN_GROUPS,
         pair("hidden_dropout", "hidden_dropout", 0.0),
     ),

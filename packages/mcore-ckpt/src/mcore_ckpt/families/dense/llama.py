@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    activation_rule,
+)
 from mcore_ckpt.families.common.fields import Fields, require, setting
 
 
@@ -35,5 +41,9 @@ _BIASES = ("add_bias_linear", "add_attention_bias", "add_qkv_bias")
 FAMILY = Decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    parts=(FieldRule(covers=_BIASES, read=_read, write=_write),),
+    parts=(
+        FieldRule(covers=_BIASES, read=_read, write=_write),
+        activation_rule("hidden_act", "silu", gated=True),
+    ),
+    activation=("", ""),
 )

@@ -6,17 +6,25 @@ from functools import partial
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
+    ANGLES,
+    ATTENTION_BIAS,
+    FIXED_EPSILON,
+    OWN_HEADS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
+    around,
+    attention_rules,
     decoder_table,
     pair,
+    tied_copies,
 )
-from mcore_ckpt.families.common.fields import Fields, require, setting
+from mcore_ckpt.families.common.fields import Fields, require, setting, settings
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
 from mcore_ckpt.families.dense import gemma2, llama, mistral, olmo2
-from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table, swapped_rows
+from mcore_models.logical_tensors import head_dim
 
 _GLM4_NORMS = {
     "attention_norm": "input_layernorm",
@@ -119,6 +127,27 @@ def _same_biases(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _nanochat_table(description: Description) -> Table:
+    """List the weights: heads rotate the other way, which is ours with their halves swapped."""
+    order = swapped_rows(head_dim(settings(description)))
+    rules = [
+        replace(rule, head_rows=order)
+        if rule.theirs.endswith(("q_proj.weight", "k_proj.weight"))
+        else rule
+        for rule in attention_rules(description)
+    ]
+    rules += [
+        Rule(f"blocks.*.mlp.{name}.weight", f"model.layers.*.mlp.{name}.weight")
+        for name in ("fc1", "fc2")
+    ]
+    return Table(
+        around(description, rules),
+        setting(description, "num_layers"),
+        droppable=ANGLES,
+        copies=tied_copies(description),
+    )
+
+
 _GLM = Decoder(
     model_type="glm",
     architecture="GlmForCausalLM",
@@ -141,6 +170,7 @@ _ALL = (
         architecture="ArceeForCausalLM",
         fixed={"swiglu": False, "squared_relu": True},
         absent={"rms_norm_eps": 1e-5},
+        parts=llama.FAMILY.parts[:1],
         activation=("hidden_act", "relu2"),
     ),
     Decoder(
@@ -216,7 +246,10 @@ _ALL = (
         absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
         field_names={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         # Biases in attention alone are refused.
-        parts=(replace(llama.FAMILY.parts[0], covers=("add_bias_linear", "add_qkv_bias")),),
+        parts=(
+            replace(llama.FAMILY.parts[0], covers=("add_bias_linear", "add_qkv_bias")),
+            llama.FAMILY.parts[1],
+        ),
         normalize=_same_biases,
     ),
     replace(
@@ -233,6 +266,34 @@ _ALL = (
         parts=(*mistral.FAMILY.parts, _TEMPERATURE),
         theta=1e6,
         normalize=_with_temperature,
+    ),
+    Decoder(
+        model_type="nanochat",
+        architecture="NanoChatForCausalLM",
+        fixed={
+            "norm_weight": False,
+            "embedding_layernorm": True,
+            "qk_l2_norm": True,
+            "swiglu": False,
+            "squared_relu": True,
+        },
+        absent={"max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
+        only={"attention_bias": False},
+        parts=(
+            OWN_HEADS,
+            pair("final_logit_softcapping", "final_logit_softcapping", 0.0, float),
+        ),
+        activation=("hidden_act", "relu2"),
+        weights=_nanochat_table,
+    ),
+    Decoder(
+        model_type="olmo",
+        architecture="OlmoForCausalLM",
+        fixed={"normalization": "LayerNorm", "norm_weight": False},
+        absent={"max_position_embeddings": 2048, "layer_norm_eps": 1e-5},
+        refused={"clip_qkv": None},
+        parts=(ATTENTION_BIAS, OWN_HEADS, FIXED_EPSILON),
+        epsilon="layer_norm_eps",
     ),
     Decoder(
         model_type="seed_oss",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.families.encoders import megatron_bert
-from mcore_ckpt.families.encoders.megatron_bert import list_weights, read, write
+from mcore_ckpt.families.encoders.megatron_bert import ACTIVATIONS, list_weights, read, write
 from mcore_ckpt.mapping.rules import Table
 
 _POST = {
@@ -27,12 +27,12 @@ shapes = megatron_bert.shapes
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description; see ``families``."""
-    return read(config, "Bert", post_layer_norm=True)
+    return read(config, "Bert", post_layer_norm=True, activations=ACTIVATIONS)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json; see ``families``."""
-    return write(description, "bert", "Bert", post_layer_norm=True)
+    return write(description, "bert", "Bert", post_layer_norm=True, activations=ACTIVATIONS)
 
 
 def renames(names: Collection[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 ``bert`` is the published form, with norms after each half.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.fields import (
@@ -42,10 +42,14 @@ _SAID = {
     "swiglu": False,
     "quick_geglu": False,
     "squared_relu": False,
-    "openai_gelu": False,
     "apply_layernorm_1p": False,
+    "norm_weight": True,
 }
 """Our fields without a counterpart in config.json, and their required values."""
+
+ACTIVATIONS = {"gelu": "", "gelu_new": "openai_gelu", "relu": "relu"}
+"""Activations of the published form, and our flags. The head of masked tokens has exact GELU in
+any case in the others, so that these have no other activation."""
 
 _PRE = {
     "attention_norm": "attention.ln",
@@ -75,11 +79,20 @@ def table(description: Mapping[str, Any]) -> Table:
 
 
 def read(
-    config: Mapping[str, Any], architecture: str, *, post_layer_norm: bool
+    config: Mapping[str, Any],
+    architecture: str,
+    *,
+    post_layer_norm: bool,
+    activations: Iterable[str] = ("gelu",),
 ) -> dict[str, Any]:
     """Read the config.json of either BERT as a description."""
     fields = Fields(config)
-    fields.must_be("hidden_act", "gelu")
+    activation = fields.take("hidden_act", "gelu")
+    if activation not in activations:
+        raise ValueError(
+            f"config.json has hidden_act={activation!r}, which mcore cannot represent here: "
+            f"only {', '.join(activations)}."
+        )
     fields.must_be("position_embedding_type", "absolute")
     fields.must_be("tie_word_embeddings", True)
     fields.must_be("is_decoder", False)
@@ -97,6 +110,8 @@ def read(
         raise ValueError(f"config.json has architectures={names}: use one of {list(heads)}.")
     ours["bert_heads"] = heads[names[0]]
     ours["post_layer_norm"] = post_layer_norm
+    if flag := ACTIVATIONS[activation]:
+        ours[flag] = True
     return fields.described(ours, family="bert")
 
 
@@ -115,7 +130,13 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def write(
-    description: Mapping[str, Any], model_type: str, architecture: str, *, post_layer_norm: bool
+    description: Mapping[str, Any],
+    model_type: str,
+    architecture: str,
+    *,
+    post_layer_norm: bool,
+    position_offset: int = 0,
+    activations: Iterable[str] = ("gelu",),
 ) -> dict[str, Any]:
     """Write a description as the config.json of either BERT.
 
@@ -125,7 +146,11 @@ def write(
     require_family(description, "bert")
     config = settings(description, BertConfig)
     heads = config.num_attention_heads
-    for name, wanted in {"post_layer_norm": post_layer_norm, **_SAID}.items():
+    form = {"post_layer_norm": post_layer_norm, "position_embedding_offset": position_offset}
+    form |= {
+        flag: False for act, flag in ACTIVATIONS.items() if flag and act not in activations
+    }
+    for name, wanted in {**form, **_SAID}.items():
         require_value(name, getattr(config, name), wanted)
     derived = {"num_query_groups": heads, "kv_channels": config.hidden_size // heads}
     for name, wanted in derived.items():
@@ -139,7 +164,9 @@ def write(
         "vocab_size": description["vocab_size"],
         **write_pairs(description, PAIRS),
         "intermediate_size": ffn_size(config),
-        "hidden_act": "gelu",
+        "hidden_act": next(
+            (act for act, flag in ACTIVATIONS.items() if getattr(config, flag, False)), "gelu"
+        ),
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
     }

@@ -45,9 +45,12 @@ _FORM = {
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
+    "silu": "silu",
     "gelu_new": "gelu_tanh",
+    "gated-gelu_new": "gated-gelu",
     "gated-gelu": "gated-gelu",
     "gated-silu": "gated-silu",
+    "gated-relu": "gated-relu",
 }
 """Their ``feed_forward_proj`` and ours; gated-gelu is the tanh approximation on both sides."""
 

@@ -58,8 +58,9 @@ FAMILY = replace(
     architecture="DeepseekV2ForCausalLM",
     fixed={**deepseek_v3.FAMILY.fixed, "rotary_interleaved": True},
     absent={"max_position_embeddings": 4096, "n_shared_experts": 2, "q_lora_rank": 1536},
-    # transformers ignores norm_topk_prob in this family.
-    only={"scoring_func": "softmax", "norm_topk_prob": False, "attention_bias": False},
+    only={"scoring_func": "softmax", "attention_bias": False},
+    # transformers ignores it in this family: weights are never divided by their sum.
+    unread=(*deepseek_v3.FAMILY.unread, "norm_topk_prob"),
     parts=LATENT,
     experts=FieldRule(read=_read, write=_write),
     as_stored=None,

@@ -137,7 +137,9 @@ def _read_sigmoid(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
     }
     groups, kept = fields.take("n_group", 1), fields.take("topk_group", 1)
-    if moe["moe_router_topk"] == 1:
+    if not fields.take("norm_topk_prob", True):
+        moe["moe_router_norm_topk_prob"] = False
+    elif moe["moe_router_topk"] == 1:
         raise ValueError(
             "config.json has num_experts_per_tok=1, whose weight is always 1, which mcore "
             "cannot represent here: only 2 or more."
@@ -154,6 +156,7 @@ def _write_sigmoid(description: Description, _: Theirs) -> Theirs:
     return write_experts(description, _SCORED) | {
         "n_group": expert_setting(description, "moe_router_num_groups") or 1,
         "topk_group": expert_setting(description, "moe_router_group_topk") or 1,
+        "norm_topk_prob": expert_setting(description, "moe_router_norm_topk_prob"),
     }
 
 
@@ -233,7 +236,6 @@ FAMILY = Decoder(
     only={
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
         "attention_bias": False,
     },
     refused={"mlp_bias": False, "moe_layer_freq": 1},

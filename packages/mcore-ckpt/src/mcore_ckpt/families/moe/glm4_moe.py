@@ -21,7 +21,6 @@ FAMILY = Decoder(
         "first_k_dense_replace": 1,
         "max_position_embeddings": 131072,
     },
-    only={"norm_topk_prob": True},
     parts=(
         MTP,
         pair("qk_layernorm", "use_qk_norm", False),

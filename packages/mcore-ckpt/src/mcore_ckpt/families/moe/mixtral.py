@@ -1,5 +1,6 @@
 """Mixtral: Mistral with experts in every layer."""
 
+from collections.abc import Collection
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
@@ -57,6 +58,12 @@ def _table(description: Description) -> Table:
     return decoder_table(description, rules)
 
 
+def _renames(names: Collection[str]) -> dict[str, str]:
+    """Map names of a state dict of transformers 5, where the layer of experts is ``mlp``."""
+    found = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in names}
+    return {name: new for name, new in found.items() if name != new}
+
+
 FAMILY = Decoder(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -69,4 +76,5 @@ FAMILY = Decoder(
     parts=(WINDOW,),
     experts=FieldRule(read=read_experts, write=write_experts),
     weights=_table,
+    renames=_renames,
 )

@@ -95,6 +95,7 @@ _ALL = (
             "num_key_value_heads": 32,
             "n_group": 1,
             "topk_group": 1,
+            "norm_topk_prob": False,
             "first_k_dense_replace": 0,
             "max_position_embeddings": 2048,
             "sliding_window": 4096,

@@ -149,7 +149,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
-    require_routing(description, _ROUTING)
+    require_routing(description, _ROUTING | {"moe_router_norm_topk_prob": True})
     theirs = {there: expert_setting(description, ours) for ours, there, _ in _EXPERT_PAIRS}
     theirs["routed_scaling_factor"] = theirs["routed_scaling_factor"] or 1.0
     groups = expert_setting(description, "moe_router_num_groups")

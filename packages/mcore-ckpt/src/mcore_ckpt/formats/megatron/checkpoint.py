@@ -66,8 +66,11 @@ def open_megatron(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoin
     description = extra.get("model") or _description(step, common, padded, options)
     check_description(description, shapes, str(step))
     weights = [name for name in folder.tensors if not name.startswith(STATE)]
-    has_own_norm = any(".pre_mlp_layernorm." in name for name in weights)
-    impl = "transformer_engine" if has_own_norm else "local"
+    # Names that only layers of Transformer Engine have: others where attention is latent.
+    is_latent = any(".linear_kv_down_proj." in name for name in weights)
+    mark = ".layer_norm_" if is_latent else ".pre_mlp_layernorm."
+    is_fused = any(mark in name for name in weights)
+    impl = "transformer_engine" if is_fused else "local"
     table = megatron_names.table(description, padded, transformer_impl=impl)
     entries = unstacked(folder.locate(weights), expand(table))
     small |= {

@@ -14,6 +14,8 @@ from mcore_ckpt.families.common.fields import (
     expert_layers,
     expert_setting,
     refuse_variants,
+    require,
+    require_routing,
     setting,
     settings,
 )
@@ -25,7 +27,7 @@ CHECKPOINT_VERSION = 3.0
 """Order of rows that is written, and read unchanged."""
 
 _REFUSED = (
-    *("multi_latent_attention", "mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
+    *("mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
     *("hybrid_override_pattern", "num_shared_experts", "moe_use_legacy_grouped_gemm"),
     *("moe_latent_size", "softmax_type", "use_rotary_position_embeddings_2d"),
     *("no_rope_freq", "qk_l2_norm", "moe_apply_probs_on_input"),
@@ -49,8 +51,16 @@ _EMPTY_IS_NONE = (
     *("moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size"),
     *("moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_router_dtype"),
     *("window_attn_skip_freq", "moe_ffn_hidden_size", "moe_z_loss_coeff"),
-    "max_position_embeddings",
+    *("max_position_embeddings", "q_lora_rank"),
 )
+LATENT_ROPE = (
+    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+"""Arguments of rotary positions in latent attention with the names of our fields."""
+_LATENT_EPSILON = 1e-6
+"""That of the norms of latent vectors here and in DeepSeek's models; Megatron's have the
+epsilon of all norms."""
 
 
 def table(
@@ -76,9 +86,11 @@ def table(
     """
     if description.get("family") != "gpt":
         raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
-    if setting(description, "multi_latent_attention"):
-        raise ValueError("Megatron's format has no table for --multi-latent-attention.")
-    refuse_variants(description)
+    is_latent = setting(description, "multi_latent_attention")
+    refuse_variants(description, *(LATENT_ROPE if is_latent else ()))
+    _check_routing(description)
+    if is_latent:
+        check_latent(description)
     pattern = expert_layers(description) if _has_experts(description) else []
     is_mixed = len(set(pattern)) > 1 or is_numbered
     # Equal layers are one tensor, with the layer as an index instead of a part of the name.
@@ -86,17 +98,20 @@ def table(
     sparse = tuple(layer for layer, has in enumerate(pattern) if has)
     count = setting(description, "num_layers")
     dense = tuple(layer for layer in range(count) if layer not in sparse)
-    own = "pre_mlp_layernorm" if transformer_impl == "transformer_engine" else ""
+    is_fused = transformer_impl == "transformer_engine"
+    fused, own = f"{prefix}mlp.linear_fc1.layer_norm_", f"{prefix}pre_mlp_layernorm."
+    # Local layers have one name for the norm before either kind of network.
+    dense_norm = own if is_latent and not is_fused else fused
+    sparse_norm = own if is_latent or is_fused else fused
+    attention = (
+        latent_rules(description, prefix, index, is_fused=is_fused)
+        if is_latent
+        else attention_rules(description, prefix, index, version)
+    )
     layers = [
-        *attention_rules(description, prefix, index, version),
-        *_norms("mlp_norm", f"{prefix}mlp.linear_fc1.layer_norm_", index, description, dense),
-        *_norms(
-            "mlp_norm",
-            f"{prefix}{own}." if own else f"{prefix}mlp.linear_fc1.layer_norm_",
-            index,
-            description,
-            sparse,
-        ),
+        *attention,
+        *_norms("mlp_norm", dense_norm, index, description, dense),
+        *_norms("mlp_norm", sparse_norm, index, description, sparse),
         *mlp_rules("mlp.", description, f"{prefix}mlp.", index, dense),
         *(_experts(description, prefix, is_mixed, sparse) if sparse else []),
     ]
@@ -190,6 +205,62 @@ def attention_rules(
     return rules
 
 
+def check_latent(description: Mapping[str, Any]) -> None:
+    """Raise ValueError for latent attention that Megatron computes otherwise."""
+    require(description, rotary_interleaved=True, position_embedding_type="rope")
+    require(description, add_bias_linear=False, add_qkv_bias=False, normalization="RMSNorm")
+    if setting(description, "rope_type") not in ("rope", "yarn"):
+        require(description, rope_type="yarn")
+    if setting(description, "qk_layernorm"):
+        require(description, norm_epsilon=_LATENT_EPSILON)
+
+
+def _check_routing(description: Mapping[str, Any]) -> None:
+    """Raise ValueError for routing that Megatron computes otherwise."""
+    require_routing(description, {"moe_router_norm_topk_prob": True})
+    kept = expert_setting(description, "moe_router_group_topk")
+    scored = expert_setting(description, "moe_router_group_score_topk")
+    # The score of a group is there the sum over as many experts as it may give.
+    if kept and scored:
+        most = expert_setting(description, "moe_router_topk") // kept
+        require_routing(description, {"moe_router_group_score_topk": most})
+
+
+def latent_rules(
+    description: Mapping[str, Any], prefix: str, index: str, *, is_fused: bool
+) -> list[Rule]:
+    """Return the rules of a layer's latent attention and of the norm before it.
+
+    Args:
+        description: of the model.
+        prefix: of a layer's names.
+        index: of the layer, behind a name.
+        is_fused: whether norms of latent vectors belong to the linears that follow them, as in
+            layers of Transformer Engine.
+    """
+    at = f"{prefix}self_attention."
+    names = {
+        "kv_down": "linear_kv_down_proj.weight",
+        "kv_up": "linear_kv_up_proj.weight",
+        "proj": "linear_proj.weight",
+    }
+    norms = {"kv_norm": "linear_kv_up_proj.layer_norm_" if is_fused else "kv_layernorm."}
+    if setting(description, "q_lora_rank"):
+        names |= {"q_down": "linear_q_down_proj.weight", "q_up": "linear_q_up_proj.weight"}
+        norms["q_norm"] = "linear_q_up_proj.layer_norm_" if is_fused else "q_layernorm."
+    else:
+        names["q"] = "linear_q_proj.weight"
+    if setting(description, "qk_layernorm"):
+        names |= {ours: f"{theirs}weight" for ours, theirs in norms.items()}
+    return [
+        *_norms("attention_norm", f"{prefix}input_layernorm.", index, description, None),
+        *(
+            Rule(f"blocks.*.mla.{ours}.weight", f"{at}{theirs}{index}")
+            for ours, theirs in names.items()
+        ),
+    ]
+
+
 def mlp_rules(
     ours: str,
     description: Mapping[str, Any],
@@ -261,6 +332,11 @@ def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
+    if values["multi_latent_attention"]:
+        values |= {name: setting(description, name) for name in LATENT_ROPE}
+        values["rotary_interleaved"] = False  # pairs are those of latent attention in any case
+        if values["rope_type"] == "rope":
+            values["rotary_scaling_factor"] = 1.0
     values |= {name: None for name in _EMPTY_IS_NONE if values.get(name) in (0, 0.0, "")}
     return values
 
@@ -309,6 +385,11 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))
     if is_plain and config["add_bias_linear"] and arguments.get("bias_gelu_fusion", True):
         config["openai_gelu"] = True
+    if config.get("multi_latent_attention"):
+        for name in ("kv_channels", "num_query_groups"):
+            config.pop(name, None)
+        config |= {name: arguments[name] for name in LATENT_ROPE if arguments.get(name)}
+        config["rotary_interleaved"] = True
     config.setdefault("rotary_base", 10000.0)
     config["rotary_base"] = float(config["rotary_base"])
     moe: dict[str, Any] = {}

@@ -112,6 +112,7 @@ class DeltaNet(nn.Module):
         self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]
     ) -> Float[Tensor, "S B N H"]:
         """Norm each head's output, then gate it; in float32 or wider."""
+        assert self.norm.weight is not None
         args = y.flatten(-2), z.flatten(-2), self.norm.weight.repeat(y.shape[2])
         constants = {"group_size": y.shape[-1], "epsilon": self.norm.epsilon}
         if gated_norm.takes(*args, **constants):
