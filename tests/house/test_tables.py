@@ -96,7 +96,8 @@ def test_an_optimizer_has_a_choice_a_rule_and_options_that_are_refused_without_i
     }
     parts = {name: kind.__name__ for name, kind in get_type_hints(TrainConfig).items()}
     choices = get_args(get_type_hints(OptimizerConfig)["optimizer"])
-    assert optimizer_faults(choices, OPTIMIZERS, options, parts) == []
+    faults = optimizer_faults(choices, OPTIMIZERS, options, parts)
+    assert not faults, "\n".join(faults)
     for name, kind in get_type_hints(TrainConfig).items():
         if name in choices:
             # AdamW also updates what matrix optimizers leave.
@@ -181,7 +182,8 @@ def test_a_mixer_is_built_has_tensors_a_norm_a_letter_and_a_smaller_last_matrix(
     }
     counted = [name for letter, name in PATTERN_MIXERS.items() if is_counted(letter)]
     letters = PATTERN_MIXERS.values()
-    assert mixer_faults(MIXERS, MIXER_SHAPES, MIXER_NORMS, letters, counted, stds) == []
+    faults = mixer_faults(MIXERS, MIXER_SHAPES, MIXER_NORMS, letters, counted, stds)
+    assert not faults, "\n".join(faults)
 
 
 def is_counted(letter: str) -> bool:
@@ -248,7 +250,8 @@ def _configs() -> tuple[set[type], set[str]]:
 
 def test_rules_of_options_name_options_that_commands_have():
     kinds, names = _configs()
-    assert option_faults(kinds, names) == []
+    faults = option_faults(kinds, names)
+    assert not faults, "\n".join(faults)
     unchecked = sorted(k.__name__ for k in kinds if not issubclass(k, Options))
     assert unchecked == ["StrictnessConfig"]  # three choices that parsing checks
 
@@ -298,7 +301,8 @@ def family_faults(name: str, cases: Collection[str], shapes: str, page: str) -> 
 def test_a_family_is_listed_compared_and_held_against_its_weights():
     shapes = ROOT / "packages/mcore-ckpt/tests/families/test_shape_check.py"
     texts = shapes.read_text(), (ROOT / "packages/mcore-ckpt/README.md").read_text()
-    assert [line for name in MODEL_TYPES for line in family_faults(name, CASES, *texts)] == []
+    faults = [line for name in MODEL_TYPES for line in family_faults(name, CASES, *texts)]
+    assert not faults, "\n".join(faults)
     for name, file in OTHER_PARITY.items():
         word = name.replace("-", "").replace("_", "")
         text = (ROOT / file).read_text().replace("-", "").replace("_", "")

@@ -25,17 +25,21 @@ examples:
   mcore-data inspect book_text_document --tokenizer tokenizer
   mcore-data verify book_text_document
   mcore-data plan --input 'part-*.jsonl' --output-prefix big --tokenizer-model tokenizer
+  mcore-data launch --plan big.plan.json --num-tasks 4
   mcore-data status --plan big.plan.json
   mcore-data merge --plan big.plan.json
   mcore-data merge --input a_text_document b_text_document --output-prefix both
   mcore-data prepare-chats --input chats.jsonl --output-prefix chats --tokenizer-model qwen
+  mcore-data prepare-preferences --input pairs.jsonl --output-prefix pairs \\
+      --tokenizer-model qwen
   mcore-data index --data-path book_text_document --data-cache-path cache --seq-length 128 \\
       --num-samples 1000 10 10
   mcore-data explain --run runs/quickstart/checkpoint --step 3
 
 pages:
   docs/data.md            train-tokenizer preprocess inspect verify prepare-chats index explain
-  docs/data-at-scale.md   plan status merge"""
+  docs/objectives.md      prepare-preferences
+  docs/data-at-scale.md   plan launch status merge"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,16 +79,16 @@ def build(world_size=1, **options):
 def train_and_watch(monkeypatch, run, **options):
     """Train; returns the tokens of every sample of every step done."""
     seen = {}
-    original = loop.train_step
+    original = loop.backward
 
-    def watched(run, batches, *arguments, **options):
+    def watched(run, batches):
         rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
         seen[run.progress.iteration + 1] = rows
-        return original(run, batches, *arguments, **options)
+        return original(run, batches)
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(loop, "backward", watched)
     train(run, Reporter(None), **options)
-    monkeypatch.setattr(loop, "train_step", original)
+    monkeypatch.setattr(loop, "backward", original)
     return seen
 
 
