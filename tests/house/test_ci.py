@@ -1,5 +1,6 @@
 """The check that runs everything: complete, and failing when any of its parts fails."""
 
+import json
 import os
 import re
 import stat
@@ -47,6 +48,32 @@ def test_one_command_checks_the_style_or_mends_it(tmp_path, words, wanted):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "uv.log").read_text().splitlines() == wanted
+
+
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [
+        (
+            [{"name": "a", "skip_reason": "not found"}] * 2,
+            "not audited: the package index has no",
+        ),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1"}]}], "a 1: PYSEC-1"),
+        ([{"name": "a", "version": "1", "vulns": []}], ""),
+        ([], "not audited: pip-audit wrote no report"),
+    ],
+)
+def test_an_audit_without_advisories_is_not_a_finding(tmp_path, packages, message):
+    report = json.dumps({"dependencies": packages})
+    writes = f"while [ $1 != --output ]; do shift; done\necho '{report}' > $2\n"
+    for name, text in (("uv", "true"), ("uvx", f"{writes if packages else ''}exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run_command(
+        *("nox", "-f", ROOT / "noxfile.py", "--envdir", tmp_path / "envs", "-s", "audit"),
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert (done.returncode == 0) == (not message), done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
 
 
 def test_the_readme_gives_the_test_command_that_the_script_runs():

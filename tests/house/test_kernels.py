@@ -74,7 +74,7 @@ def test_a_kernel_has_a_reference_of_its_signature_samples_and_a_place_in_the_ch
         expected = list(inspect.signature(kernel.reference).parameters)
         is_chosen = CHOSEN_BY.get(name, name) in choice or name in AT_FIRST_USE
         found += kernel_faults(place, takes, expected, len(samples), is_chosen)
-    assert found == []
+    assert not found, "\n".join(found)
 
 
 def test_what_a_kernel_lacks_is_said_in_one_sentence():

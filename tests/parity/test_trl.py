@@ -89,8 +89,11 @@ def folder(tmp_path_factory):
     tokenizer = train_tokenizer([folder / "text.jsonl"], folder / "tokenizer", vocab_size=257)
     llama(folder / "student", tokenizer, seed=1)
     llama(folder / "teacher", tokenizer, seed=2, layers=3, width=24)
-    prepare_chats(CHATS, folder / "chats", tokenizer, TEMPLATE)
-    prepare_preferences(PAIRS, folder / "pairs", tokenizer, TEMPLATE)
+    chats = (json.dumps({"messages": chat}) for chat in CHATS)
+    (folder / "chats.jsonl").write_text("\n".join(chats))
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    prepare_chats(folder / "chats.jsonl", folder / "chats", tokenizer, TEMPLATE)
+    prepare_preferences(folder / "pairs.jsonl", folder / "pairs", tokenizer, TEMPLATE)
     return folder
 
 

@@ -340,7 +340,7 @@ WRONG = {
         2,
         "absent is no folder",
     ),
-    "one to average": (None, "average mcore --output out", 2, "give two or more"),
+    "one to average": (None, "average mcore --output out", 2, "give two checkpoints or more"),
     "a step resharded onto itself": (
         None,
         "reshard mcore --output mcore",

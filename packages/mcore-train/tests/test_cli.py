@@ -43,7 +43,8 @@ def test_the_examples_of_the_help_can_be_run_without_the_repository(tmp_path, mo
     config = parse(shlex.split(whole)[2:])
     assert resolve(config, 1).train_iters == 100
     for line in lines:
-        assert not re.search(r"\S+\.toml|\.\./|recipes/", line), line
+        read = re.sub(r"--output \S+", "", line)
+        assert not re.search(r"\S+\.toml|\.\./|recipes/", read), line
 
 
 def processor_time_s(*words):

@@ -15,13 +15,19 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from mcore_base.options import OptionsError, describe_rules, find_argument_faults, rules_of
+from mcore_base.options import (
+    OptionsError,
+    describe_rules,
+    find_argument_faults,
+    rules_of,
+    types_of,
+)
 
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -239,16 +245,27 @@ def build_options(
 
 def list_options(kind: Callable[..., Any]) -> list[Option]:
     """List the options of a dataclass or a function, including nested dataclasses."""
-    found, types = [], get_type_hints(kind)
-    for name, parameter in inspect.signature(kind).parameters.items():
+    return list(_options_of(kind))
+
+
+@cache
+def _options_of(kind: Callable[..., Any]) -> tuple[Option, ...]:
+    found, types = [], types_of(kind)
+    for parameter in _parameters_of(kind):
+        name = parameter.name
         if is_dataclass(types[name]):
-            found += [replace(option, topic=name) for option in list_options(types[name])]
+            found += [replace(option, topic=name) for option in _options_of(types[name])]
         else:
             alone = parameter.kind is parameter.POSITIONAL_ONLY
             found.append(
                 Option(name, types[name], parameter.default, kind, is_positional=alone)
             )
-    return found
+    return tuple(found)
+
+
+@cache
+def _parameters_of(kind: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(kind).parameters.values())
 
 
 def _arguments(
@@ -258,9 +275,10 @@ def _arguments(
     placeholders: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """Return positional and named arguments; None if a dataclass cannot be built."""
-    types, positional, named = get_type_hints(kind), [], {}
+    types, positional, named = types_of(kind), [], {}
     is_complete = True
-    for name, parameter in inspect.signature(kind).parameters.items():
+    for parameter in _parameters_of(kind):
+        name = parameter.name
         value = values.get(name, placeholders.get(name))
         if is_dataclass(types[name]):
             value = _build(types[name], values, faults, placeholders)

@@ -1,8 +1,8 @@
 """Checks of single config fields; messages name the flags."""
 
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
-from mcore_base.options import flag
+from mcore_base.options import flag, types_of
 
 
 def check_field(config: object, name: str, holds: bool, wanted: str) -> None:
@@ -25,7 +25,7 @@ def check_above_zero(config: object, *names: str) -> None:
 
 def check_choices(config: object) -> None:
     """Raise ``ValueError`` if a field of a ``Literal`` type has none of the listed values."""
-    for name, kind in get_type_hints(type(config)).items():
+    for name, kind in types_of(type(config)).items():
         choices = get_args(kind)
         if get_origin(kind) is Literal and getattr(config, name) not in choices:
             *others, last = [choice for choice in choices if choice]

@@ -225,7 +225,7 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
     groups: dict[str, list[str]] = {}  # options without effect for the same reason, in one line
     for config in configs:
         defaults = {each.name: each.default for each in fields(config)}
-        kinds = _kinds(type(config))
+        kinds = types_of(type(config))
         for name, own in rules_of(type(config)).items():
             value = getattr(config, name)
             off = _unmet(own.part_of, values)
@@ -352,8 +352,9 @@ def _names_of(config_type: type) -> tuple[str, ...]:
 
 
 @cache
-def _kinds(config_type: type) -> Mapping[str, Any]:
-    return get_type_hints(config_type)
+def types_of(kind: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the types of a dataclass's fields or a function's parameters, by name."""
+    return get_type_hints(kind)
 
 
 def _conditions(given: Conditions) -> tuple[When, ...]:

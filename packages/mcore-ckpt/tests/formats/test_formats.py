@@ -289,8 +289,8 @@ def test_arguments_of_megatrons_say_which_model_it_is(tmp_path):
                 assert found.pop("moe_layer_freq") == "[0,1,1]"
                 wanted.pop("moe_layer_freq")
             assert found == wanted, name
-    with pytest.raises(ValueError, match="trained with --multi-latent-attention True"):
-        from_arguments({"multi_latent_attention": True})
+    with pytest.raises(ValueError, match="trained with --mtp-num-layers 1"):
+        from_arguments({"mtp_num_layers": 1})
     with pytest.raises(ValueError, match="lack hidden_size: give --config"):
         from_arguments({"num_layers": 2})
 

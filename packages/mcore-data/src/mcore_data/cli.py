@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
@@ -25,17 +25,21 @@ examples:
   mcore-data inspect book_text_document --tokenizer tokenizer
   mcore-data verify book_text_document
   mcore-data plan --input 'part-*.jsonl' --output-prefix big --tokenizer-model tokenizer
+  mcore-data launch --plan big.plan.json --num-tasks 4
   mcore-data status --plan big.plan.json
   mcore-data merge --plan big.plan.json
   mcore-data merge --input a_text_document b_text_document --output-prefix both
   mcore-data prepare-chats --input chats.jsonl --output-prefix chats --tokenizer-model qwen
+  mcore-data prepare-preferences --input pairs.jsonl --output-prefix pairs \\
+      --tokenizer-model qwen
   mcore-data index --data-path book_text_document --data-cache-path cache --seq-length 128 \\
       --num-samples 1000 10 10
   mcore-data explain --run runs/quickstart/checkpoint --step 3
 
 pages:
   docs/data.md            train-tokenizer preprocess inspect verify prepare-chats index explain
-  docs/data-at-scale.md   plan status merge"""
+  docs/objectives.md      prepare-preferences
+  docs/data-at-scale.md   plan launch status merge"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -352,24 +356,33 @@ def prepare_chats(
     tokenizer: TokenizerConfig,
     chat_template: str = "",
     json_key: str = "messages",
+    on_bad_record: Literal["refuse", "skip"] = "refuse",
 ) -> int:
     """Tokenize chats for mcore-train --sft, and mark the assistant's tokens.
 
     Args:
-        input: JSONL file; each line has a list of messages with role and content.
+        input: JSONL file; each line has a list of messages with role and content, and the tools
+            of its chat, if any.
         output_prefix: prefix of the two outputs, <output-prefix>_tokens and
             <output-prefix>_learnt.
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
         json_key: key of a line's list of messages.
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
+            the first ten are named.
     """
     from mcore_data.datasets.chat import prepare_chats as prepare
-    from mcore_data.datasets.chat import read_chats
     from mcore_data.tokenizers.building import build_tokenizer
 
     template = file_text("--chat-template", chat_template)
-    chats = read_chats(input, json_key)
-    report = prepare(chats, output_prefix, build_tokenizer(tokenizer), template)
+    report = prepare(
+        input,
+        output_prefix,
+        build_tokenizer(tokenizer),
+        template,
+        json_key=json_key,
+        on_bad_record=on_bad_record,
+    )
     print(
         f"{output_prefix}: {report.num_chats:,} chats, {report.num_tokens:,} tokens, "
         f"{report.num_learnt:,} of them to be learnt"
@@ -382,6 +395,7 @@ def prepare_preferences(
     output_prefix: str,
     tokenizer: TokenizerConfig,
     chat_template: str = "",
+    on_bad_record: Literal["refuse", "skip"] = "refuse",
 ) -> int:
     """Tokenize pairs of a chosen and a rejected answer for mcore-train --objective dpo.
 
@@ -392,14 +406,15 @@ def prepare_preferences(
             <output-prefix>_learnt.
         tokenizer: type and files of the tokenizer.
         chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
+        on_bad_record: refuse a file with lines that cannot be used, or skip these lines;
+            the first ten are named.
     """
     from mcore_data.datasets.preferences import prepare_preferences as prepare
-    from mcore_data.datasets.preferences import read_preferences
     from mcore_data.tokenizers.building import build_tokenizer
 
     template = file_text("--chat-template", chat_template)
     built = build_tokenizer(tokenizer)
-    report = prepare(read_preferences(input), output_prefix, built, template)
+    report = prepare(input, output_prefix, built, template, on_bad_record=on_bad_record)
     print(
         f"{output_prefix}: {report.num_pairs:,} pairs, {report.num_tokens:,} tokens, "
         f"{report.num_answer_tokens:,} of them in answers"

@@ -10,9 +10,10 @@ from mcore_data.datasets.chat import (
     SFTDataset,
     encode_chat,
     load_template,
-    read_chats,
+    prepare_chats,
     segments,
 )
+from mcore_data.datasets.chat_records import messages_of
 from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.tokenizers.building import load_tokenizer
 
@@ -139,14 +140,81 @@ def test_chats_become_packed_rows_with_their_loss_masks(tmp_path, capsys):
     assert learnt == 5 * (len("Four.Yes.a") + 3 * len("<|im_end|>\n"))
 
 
-def test_bad_chats_are_named(tmp_path, capsys):
-    for line, message in (
-        ("{", "line 1: no chat"),
-        ('{"messages": []}', "line 1: no chat"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "chat 1 has nothing to learn"),
-        ('{"messages": [{"content": "x"}]}', "chat 1: message 1 has no role"),
+def test_all_bad_chats_of_a_file_are_named_with_their_lines(tmp_path, capsys, caplog):
+    asked = {"role": "user", "content": "x"}
+
+    def chat(*messages, **more):
+        return json.dumps({"messages": messages, **more})
+
+    faults = [
+        ("{", "truncated JSON"),
+        ('{"text": "x"}', "no key 'messages' (keys: text); --json-key names"),
+        ('{"messages": []}', "'messages' is not a list of messages"),
+        ('{"messages": "x"}', "'messages' is not a list of messages"),
+        (chat(asked), "no message that counts has the role 'assistant' (roles: user)"),
+        (chat({"text": "x"}), "message 1 of 'messages' has no role (keys: text)"),
+        (
+            '{"conversations": [{"from": "human"}]}',
+            "message 1 of 'conversations' has no content",
+        ),
+        (chat(asked, {"role": "assistant"}), "message 2 of 'messages' has no content"),
+        (chat(asked, {"role": "assistant", "content": ""}), "is an empty answer: leave it out"),
+        (chat(asked, {"role": "assistant", "content": 5}), "the content 5 is not a text"),
+    ]
+    good = json.dumps({"messages": CHATS[0]})
+    lines = [good, " ", *(line for line, _ in faults), good]
+    assert prepare(tmp_path, lines) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].endswith(
+        f"chats.jsonl: {len(faults)} of {len(faults) + 2} records cannot be used:"
+    )
+    for number, (line, (_, message)) in enumerate(zip(told[1:], faults, strict=False), 3):
+        assert line.startswith(f"  line {number}: ")
+        assert message in line
+    assert "--on-bad-record skip" in told[-1]
+    assert not (tmp_path / "chats_tokens.idx").exists()
+    assert prepare(tmp_path, lines, "--on-bad-record", "skip") == 0
+    assert "2 chats" in capsys.readouterr().out
+    assert "10 of 12 records are left out" in caplog.text
+    for lines, message in (([], "has no records"), (["[", "]"], "is a JSON array")):
+        assert prepare(tmp_path, lines) == 2
+        assert message in capsys.readouterr().err
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLING = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Rain"}, {"type": "text", "text": "?"}],
+    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "dry"},
+    {"role": "assistant", "content": "No."},
+]
+TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}"
+    "{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}="
+    "{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_tools_calls_and_content_in_parts_reach_the_template_as_in_serving(tmp_path, capsys):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    line = json.dumps({"messages": CALLING, "tools": tools})
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    assert prepare(tmp_path, [line], "--chat-template", str(tmp_path / "tools.jinja")) == 0
+    row = SFTDataset(tmp_path / "chats", 100, seed=1)[0]
+    text = bytes(row["tokens"].astype(np.uint8)).decode()
+    assert text.startswith("[weather]user:Rain?;assistant:weather=Rome;tool:dry;assistant:No.")
+    learnt = bytes(row["labels"][row["loss_mask"] > 0].astype(np.uint8)).decode()
+    assert learnt == "weather=Rome;No.;"
+    capsys.readouterr()
+    for refused, message in (
+        (line, "the chat template has no place for tools"),
+        (json.dumps({"messages": CALLING}), "the chat template does not write tool_calls"),
     ):
-        assert prepare(tmp_path, [line]) == 2
+        assert prepare(tmp_path, [refused]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -159,8 +227,8 @@ def test_files_that_are_no_text_are_named(tmp_path, capsys):
         f"--chat-template {template} is no text in UTF-8 (invalid start byte).\n"
     )
     chats.write_bytes(b"\xff\n")
-    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: no chat"):
-        list(read_chats(chats))
+    with pytest.raises(ValueError, match=r"line 1: not UTF-8 \(invalid start byte at byte 0"):
+        prepare_chats(chats, tmp_path / "chats", BYTES)
 
 
 def test_options_without_effect_on_chats_are_refused():
@@ -199,18 +267,8 @@ QUESTION = [
         ({"prompt": QUESTION[:1], "completion": QUESTION[1:]}, QUESTION),
     ],
 )  # fmt: skip
-def test_chats_of_published_forms_are_read(tmp_path, record, chat):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    assert list(read_chats(path)) == [chat]
-
-
-def test_a_chat_of_no_known_form_is_named(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    for record in ({"text": "x"}, [1], {"conversations": [{"from": "human"}]}):
-        path.write_text(json.dumps(record) + "\n")
-        with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: "):
-            list(read_chats(path))
+def test_chats_of_published_forms_are_read(record, chat):
+    assert messages_of(record, "messages") == chat
 
 
 MARKED = (

@@ -20,7 +20,14 @@ FORMS = [
     {"prompt": [USER], "chosen": CHATS["chosen"][1:], "rejected": CHATS["rejected"][1:]},
     {"prompt": "q", "chosen": CHATS["chosen"][1:], "rejected": CHATS["rejected"][1:]},
     CHATS,
+    {"prompt": "q", **CHATS},  # a prompt that the whole chats repeat
 ]
+
+
+def write(folder, *records):
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 def rows(prefix, length):
@@ -55,7 +62,7 @@ def test_a_row_packs_pairs_whose_conversations_are_apart(tmp_path, capsys):
 def test_all_forms_of_a_pair_are_one_pair(tmp_path):
     found = []
     for number, form in enumerate(FORMS):
-        prepare_preferences([form], tmp_path / str(number), BYTES)
+        prepare_preferences(write(tmp_path, form), tmp_path / str(number), BYTES)
         found.append(rows(tmp_path / str(number), 200)[0])
     ends = b"<|im_end|>\n"
     assert answers(found[0]) == {0: [*b"yes", *ends], 1: [*b"no", *ends]}
@@ -65,7 +72,7 @@ def test_all_forms_of_a_pair_are_one_pair(tmp_path):
 
 def test_pairs_that_fit_no_row_are_left_out_and_counted(tmp_path, caplog):
     long, short = ({"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in (40, 2))
-    prepare_preferences([long, short], tmp_path / "p", BYTES)
+    prepare_preferences(write(tmp_path, long, short), tmp_path / "p", BYTES)
     assert len(rows(tmp_path / "p", 16)) == 1
     assert "1 of 2 pairs have more than --seq-length 16" in caplog.text
 
@@ -73,13 +80,20 @@ def test_pairs_that_fit_no_row_are_left_out_and_counted(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"chosen": "a", "rejected": "b"}, "pair 1: answers are texts, and there is no prompt"),
+        ({"chosen": "a", "rejected": "b"}, "line 1: chosen and rejected are texts, and prompt"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "line 1: prompt is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "line 1: rejected is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"prompt": "q", "response_j": "a"}, r"no key 'chosen' and 'rejected' \(keys: prompt,"),
+        ({**CHATS, "chosen": "a"}, "one is a text"),
+        ({**CHATS, "rejected": CHATS["rejected"][1:]}, "begin with different messages"),
         (
-            {"prompt": "", "chosen": "a", "rejected": "b"},
-            "pair 1: the prompt or an answer is empty",
+            {**CHATS, "prompt": "other"},
+            "'chosen' does not begin with a message of the assistant",
         ),
+        ({**CHATS, "tools": [1]}, "no place for tools"),
     ],
 )
 def test_a_pair_of_another_form_is_named(record, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        prepare_preferences([record], tmp_path / "p", BYTES)
+        prepare_preferences(write(tmp_path, record), tmp_path / "p", BYTES)

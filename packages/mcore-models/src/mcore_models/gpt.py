@@ -217,15 +217,19 @@ class GPT(StageModel, MTPLanguageModel):
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def token_losses(
-        self, hidden: Float[Tensor, "s B D"], labels: Int[Tensor, "B S"]
+        self,
+        hidden: Float[Tensor, "s B D"],
+        labels: Int[Tensor, "B S"],
+        label_smoothing: float = 0.0,
     ) -> Float[Tensor, "B S"]:
         """Return the cross-entropy of every token, float32 or wider; any gradient may follow.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
+            label_smoothing: share of the target spread over the vocabulary.
         """
-        if isinstance(self.head_gemm, BatchInvariantGemm):
+        if isinstance(self.head_gemm, BatchInvariantGemm) and not label_smoothing:
             # As an engine computes them, to the bit; there is one tensor rank.
             scores = self.logits(hidden)[..., : self.vocab_size]
             return -token_log_probs(scores, labels.t()).t()
@@ -235,6 +239,7 @@ class GPT(StageModel, MTPLanguageModel):
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
             axis=self.tp,
+            label_smoothing=label_smoothing,
         ).t()
 
     def loss(

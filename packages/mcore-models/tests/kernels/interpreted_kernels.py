@@ -246,7 +246,7 @@ def check_gradients_of_norms_into_main_gradients():
         for parameter in parameters:
             grad_slot(parameter).main = torch.ones_like(parameter)
         options = {"epsilon": module.epsilon, "offset": float(module.zero_centered)}
-        norm.norm.launch(x, *module.parameters_of_kernel(), **options).backward(dy)
+        norm.norm.launch(x, *module.parameters_of_kernel(x), **options).backward(dy)
         assert all(parameter.grad is None for parameter in parameters)
         compare([grad_slot(parameter).main - 1 for parameter in parameters], expected)
 

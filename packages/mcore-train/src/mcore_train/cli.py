@@ -21,19 +21,22 @@ examples:
   mcore-train t5 --train-data-path story_text_sentence --vocab-file vocab.txt ...
   mcore-train verify gpt --model tiny --mock-data --seq-length 64 \\
       --tensor-model-parallel-size 2 --nproc 2
+  mcore-train reference gpt --objective dpo --reference-cache cache ...
   mcore-train plan --model llama-3-8b --gpus 8 --gpu h100 --seq-length 8192
   mcore-train migrate pretrain.sh --output recipe.toml
   mcore-train schedule show --ranks 4 --microbatches 8
   mcore-train triage logs
   mcore-train memory snapshot.rank0.pickle
   mcore-train profile trace.json
+  mcore-train explain runs/quickstart/checkpoint --step 3
   mcore-train report runs/quickstart/checkpoint
   mcore-train doctor
   mcore-train doctor runs/quickstart/checkpoint
 
 pages:
-  docs/training.md          quickstart gpt mamba schedule profile report
+  docs/training.md          quickstart gpt mamba schedule profile report explain
   docs/fine-tuning.md       gpt
+  docs/objectives.md        gpt reference
   docs/encoders.md          bert t5
   docs/layouts.md           gpt verify schedule
   docs/planning.md          plan

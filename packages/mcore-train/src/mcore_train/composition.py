@@ -8,9 +8,10 @@ loads torch.
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar, get_type_hints
+from functools import cache
+from typing import Any, TypeVar
 
-from mcore_base.options import idle_options
+from mcore_base.options import idle_options, types_of
 from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
@@ -204,15 +205,16 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
 """Commands that train, by their names; mamba is a GPT of other layers."""
 
 
-def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
+@cache
+def field_types(config_type: type = TrainConfig) -> Mapping[str, Any]:
     """Map every field of all parts to its type, in the order of the help text.
 
     Raises:
         AssertionError: if two parts own a field of one name.
     """
     found: dict[str, Any] = {}
-    for part in get_type_hints(config_type).values():
-        kinds = get_type_hints(part)
+    for part in types_of(config_type).values():
+        kinds = types_of(part)
         for name in (each.name for each in fields(part)):
             assert name not in found, f"two parts of {config_type.__name__} own {name}"
             found[name] = kinds[name]
@@ -271,7 +273,7 @@ def compose(
     if strange := sorted(set(values) - set(known)):
         raise ValueError(f"no option is called {strange[0]}.")
     parts = {}
-    for part_name, part in get_type_hints(config_type).items():
+    for part_name, part in types_of(config_type).items():
         own = {f.name for f in fields(part)}
         parts[part_name] = part(**{n: _as(known[n], values[n]) for n in own & set(values)})
     return config_type(**parts)

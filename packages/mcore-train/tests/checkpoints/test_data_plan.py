@@ -79,16 +79,16 @@ def build(world_size=1, **options):
 def train_and_watch(monkeypatch, run, **options):
     """Train; returns the tokens of every sample of every step done."""
     seen = {}
-    original = loop.train_step
+    original = loop.backward
 
-    def watched(run, batches, *arguments, **options):
+    def watched(run, batches):
         rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
         seen[run.progress.iteration + 1] = rows
-        return original(run, batches, *arguments, **options)
+        return original(run, batches)
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(loop, "backward", watched)
     train(run, Reporter(None), **options)
-    monkeypatch.setattr(loop, "train_step", original)
+    monkeypatch.setattr(loop, "backward", original)
     return seen
 
 
@@ -387,7 +387,9 @@ def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):
         ]
         for number in range(20)
     ]
-    prepare_chats(chats, tmp_path / "chats", load_tokenizer("ByteTokenizer"))
+    lines = (json.dumps({"messages": chat}) for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    prepare_chats(tmp_path / "chats.jsonl", tmp_path / "chats", load_tokenizer("ByteTokenizer"))
     run = build(
         sft=True,
         data_path=[str(tmp_path / "chats")],

@@ -88,6 +88,14 @@ def test_a_pod_needs_an_image_and_paths_on_its_volumes(tmp_path):
     assert "--save /elsewhere is in none of --container-mounts (/data)" in lost.stderr
 
 
+def test_a_pod_starts_in_the_folder_of_its_image_not_in_the_present_one(tmp_path):
+    (job_set,) = resources(tmp_path, "kubernetes", *POD[:-2])
+    pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    script = pod["containers"][0]["command"][-1]
+    assert "\ncd .\n" in script
+    assert str(tmp_path) not in script
+
+
 def test_files_of_the_volumes_are_left_to_the_pods_and_others_are_checked_here(tmp_path):
     done = launch("kubernetes", *POD, "--", *TRAINING, "--load", "/data/old", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

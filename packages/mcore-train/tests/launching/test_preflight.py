@@ -2,8 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from warm_ranks import run_command
 
 from mcore_train.diagnosis import doctor
 from mcore_train.diagnosis.doctor import DoctorConfig, judge, measure_host
@@ -12,8 +14,8 @@ from mcore_train.launching.preflight import CHECKS, of_ranks
 
 def hosts(folder, *changes, words=(), num_hosts=2):
     """Run the preflight of several hosts at once; return what each ended with."""
-    started = []
-    for rank in range(num_hosts):
+
+    def start(rank):
         place = {
             "NNODES": str(num_hosts),
             "NODE_RANK": str(rank),
@@ -21,18 +23,13 @@ def hosts(folder, *changes, words=(), num_hosts=2):
             "MASTER_ADDR": "localhost",
         }
         env = {**os.environ, **place, **(changes[rank] if rank < len(changes) else {})}
-        command = [sys.executable, "-m", "mcore_train", "launch", "preflight", "--logs", folder]
-        options = ["--num-ranks", "2", "--no-has-gpus", "--timeout-s", "20", *words]
-        started.append(
-            subprocess.Popen(
-                [str(word) for word in (*command, *options)],
-                env=env,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    found = [host.communicate()[1] for host in started]
-    return [(host.returncode, text) for host, text in zip(started, found, strict=True)]
+        options = ["--num-ranks", 2, "--no-has-gpus", "--timeout-s", 20, *words]
+        command = ["launch", "preflight", "--logs", folder, *options]
+        done = run_command("mcore_train", *command, env=env)
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor(num_hosts) as pool:
+        return list(pool.map(start, range(num_hosts)))
 
 
 def test_equal_hosts_pass_and_leave_their_facts_among_the_logs(tmp_path):

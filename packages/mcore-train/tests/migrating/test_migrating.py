@@ -87,6 +87,18 @@ def test_what_a_script_leaves_open_is_listed_and_can_be_set():
         ("A=(u v)\npython p.py --a ${#A[@]} ${A[1]}", ["--a", "2", "v"]),
         ("if [ 2 -gt 1 ]; then X=y; else X=n; fi\npython p.py --a $X", ["--a", "y"]),
         ("X=a; [[ $X == b* ]] && X=n\npython p.py --a $X", ["--a", "a"]),
+        (
+            "X=; if [[ $X == y ]] || [[ -z $X ]]; then A=1; fi\npython p.py --a $A",
+            ["--a", "1"],
+        ),
+        (
+            "X=a; if [[ $X == b || $X == a && -n $X ]]; then X=y; fi\npython p.py $X --a",
+            ["y", "--a"],
+        ),
+        ("N=2; if (( N > 1 && N != 3 )); then N=4; fi\npython p.py --a $N", ["--a", "4"]),
+        ("N=1; (( N > 1 )) && N=4\npython p.py --a $N", ["--a", "1"]),
+        ("N=1; [ $N -gt 1 ] 2>/dev/null && N=4\npython p.py --a $N", ["--a", "1"]),
+        ("[ -f x ] || [[ a == a ]] && N=4\npython p.py --a ${N:-1}", ["--a", "1"]),
         ("python p.py --a 1 # --b 2\n", ["--a", "1"]),
         ("python p.py --a '#' --b \"$@\" > log 2>&1", ["--a", "#", "--b"]),
         ("cat <<E\npython p.py --x 1\nE\npython p.py --a 1 | tee log", ["--a", "1"]),
@@ -120,6 +132,21 @@ def test_parts_that_are_not_followed_are_listed():
     text = "\n".join(script.skipped)
     for part in ("env.sh is not read", "for is not followed: LR", "functions", "machine: PP"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    "text", ["A=(--a (1))\npython p.py ${A[@]}", 'X=(1); bash -c "python p.py --a (1) --b 2"']
+)
+def test_a_bracket_outside_quotes_is_refused_as_a_shell_does(text):
+    with pytest.raises(ValueError, match=r"line 1: '\(' outside quotes .* Quote the value"):
+        read_script(text, {})
+
+
+def test_flags_behind_a_pipe_in_a_value_are_listed():
+    script = read_script("eval 'python p.py --layout Et|tL --b 2'", {})
+    assert script.words == ["--layout", "Et"]
+    assert "--b follow a '|' outside quotes" in script.skipped[0]
+    assert read_script("yes | python p.py --a 1 | tee log", {}).skipped == []
 
 
 @pytest.mark.parametrize("text", ["A=(1 2\npython p.py --a 1", "echo 'x\n", "if true; then\nx"])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from mcore_train.composition import compose
 from mcore_train.layout_check.trial import fingerprint, whole_weights
 from mcore_train.loop import train
 from mcore_train.objectives import dpo, grpo
+from mcore_train.objectives.objective import SupervisedFineTuning
 from mcore_train.objectives.reference import check_reference
 from mcore_train.objectives.reference_cache import write_entries
 from mcore_train.objectives.rollouts import (
@@ -94,7 +96,8 @@ def start(flags, world_size=1):
 def folder(tmp_path_factory):
     """A reference, a deeper and wider teacher, and stored pairs."""
     folder = tmp_path_factory.mktemp("objectives")
-    prepare_preferences(PAIRS, folder / "pairs", ByteTokenizer())
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    prepare_preferences(folder / "pairs.jsonl", folder / "pairs", ByteTokenizer())
     (folder / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "abc", "wish": 2}\n')
     (folder / "rewards.py").write_text(REWARD)
     for name, flags in (("reference", {**BASE, "seed": 5}), ("teacher", TEACHER)):
@@ -261,6 +264,21 @@ def test_losses_and_gradients_are_those_of_the_formula(name, folder):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value.view_as(found[key]), msg=key)
+
+
+def test_pretraining_and_fine_tuning_have_the_smoothed_loss_and_the_z_loss():
+    flags = {**BASE, "mock_data": True, "label_smoothing": 0.2, "z_loss_coeff": 0.3}
+    run, model = start(flags), plain_model(flags)
+    batches = next(train_batches(run))
+    expected = []
+    for batch in batches:
+        scores, labels = plain_logits(model, batch[TOKENS][0]), batch[LABELS][0]
+        smoothed = F.cross_entropy(scores, labels, label_smoothing=0.2)
+        expected.append(smoothed + 0.3 * scores.logsumexp(-1).square().mean())
+    tuned = SupervisedFineTuning(run.plan.config, run.ctx, run.chunks[-1])
+    for each in (run, replace(run, objective=tuned)):
+        found = backward(each, batches).named[LM_LOSS]
+        torch.testing.assert_close(found, torch.stack(expected).mean().detach())
 
 
 QUICK = {("dpo", "cp2"), ("distill", "tp2"), ("distill_top_k", "pp2"), ("grpo", "dp2")}

@@ -8,12 +8,13 @@ mistaken for a mark.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mcore_data.datasets.chat_records import OnBadRecord, encode_records, messages_of
 from mcore_data.datasets.packing import PackedDataset, TooLong
 from mcore_data.indexed.index_format import token_dtype
 from mcore_data.indexed.output_lock import make_parent_folder
@@ -149,13 +150,21 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def segments(
-    messages: Sequence[Mapping[str, Any]], render: Render
+    messages: Sequence[Mapping[str, Any]], render: Render, tools: Sequence[Any] | None = None
 ) -> Iterator[tuple[str, bool]]:
     """Cut a chat into texts; yield each with whether it counts in the loss.
 
     The assistant's messages count, except those with ``"learn": false``.
+
+    Args:
+        messages: the chat.
+        render: from ``load_template``.
+        tools: descriptions of functions that the template writes into the prompt.
+
+    Raises:
+        ValueError: if the template refuses the messages, or its text cannot be cut by turns.
     """
-    marked = render(messages, False)
+    marked = render(messages, False, tools=tools)
     if _BEGIN in marked:
         yield from _marked_segments(marked, messages)
         return
@@ -163,8 +172,8 @@ def segments(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(messages[:number], True)
-        answered = render(messages[: number + 1], False)
+        prompt = render(messages[:number], True, tools=tools)
+        answered = render(messages[: number + 1], False, tools=tools)
         if not (prompt.startswith(done) and answered.startswith(prompt)):
             raise ValueError(
                 f"the chat template writes the first {number + 1} messages in another way once "
@@ -203,54 +212,74 @@ def _marked_segments(
 
 
 def encode_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, render: Render
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    render: Render,
+    tools: Sequence[Any] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and for each token 1 if it counts in the loss, else 0."""
     tokens: list[int] = []
     learnt: list[int] = []
-    for text, learn in segments(messages, render):
+    for text, learn in segments(messages, render, tools):
         ids = tokenizer.encode(text, add_special_tokens=False)
         tokens += ids
         learnt += [int(learn)] * len(ids)
     return tokens, learnt
 
 
+def check_template_writes(
+    messages: Sequence[Mapping[str, Any]], render: Render, tools: Sequence[Any] | None
+) -> None:
+    """Raise ``ValueError`` if a template drops the tools or the tool calls of a chat."""
+    text = render(messages, False, tools=tools)
+    if tools and text == render(messages, False, tools=None):
+        raise ValueError(
+            "the chat template has no place for tools: leave tools out, or give a "
+            "--chat-template that writes them"
+        )
+    plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+    if plain != messages and text == render(plain, False, tools=tools):
+        raise ValueError(
+            "the chat template does not write tool_calls: give a --chat-template that does"
+        )
+
+
 def prepare_chats(
-    chats: Iterable[Sequence[Mapping[str, Any]]],
+    path: str | Path,
     output_prefix: str | Path,
     tokenizer: Tokenizer,
     template: str = "",
+    *,
+    json_key: str = "messages",
+    on_bad_record: OnBadRecord = "refuse",
 ) -> ChatReport:
-    """Write chats as the two pairs ``<prefix>_tokens`` and ``<prefix>_learnt``.
+    """Write the chats of a JSONL file as the pairs ``<prefix>_tokens`` and ``<prefix>_learnt``.
 
     Args:
-        chats: lists of messages, each with ``role`` and ``content``.
+        path: JSONL file; a record has a list of messages, and ``tools`` if its chat has any.
         output_prefix: prefix of both pairs.
         tokenizer: encodes the texts.
-        template: text of a Jinja template; "" means the tokenizer's template.
+        template: text of a Jinja template; "" means the tokenizer's template, or ``CHATML``.
+        json_key: key of a record's list of messages.
+        on_bad_record: refuse the file, or leave out the records that cannot be used.
 
     Raises:
-        ValueError: for a chat without a turn of the assistant (names its number), or if the
-            outputs cannot be written.
+        ValueError: for bad records, such as a chat without a turn of the assistant (names their
+            lines), or if the outputs cannot be written.
     """
     make_parent_folder(output_prefix)
     render = load_template(template, tokenizer, has_marks=True)
     num_chats = num_tokens = num_learnt = 0
     dtype = token_dtype(tokenizer.vocab_size).name
+
+    def encode(record: dict[str, Any]) -> tuple[list[int], list[int]]:
+        return _encode_record(record, json_key, tokenizer, render)
+
     with (
         IndexedWriter(f"{output_prefix}{TOKENS}", dtype) as token_writer,
         IndexedWriter(f"{output_prefix}{LEARNT}", "uint8") as learnt_writer,
     ):
-        for messages in chats:
-            try:
-                _check_messages(messages)
-                tokens, learnt = encode_chat(messages, tokenizer, render)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"chat {num_chats + 1}: {error}") from error
-            if not any(learnt):
-                raise ValueError(
-                    f"chat {num_chats + 1} has nothing to learn: no message of the assistant."
-                )
+        for tokens, learnt in encode_records(path, encode, on_bad_record):
             token_writer.add_document(tokens)
             learnt_writer.add_document(learnt)
             num_chats += 1
@@ -259,74 +288,21 @@ def prepare_chats(
     return ChatReport(num_chats, num_tokens, num_learnt)
 
 
-def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[str, Any]]]:
-    """Yield the chats of a JSONL file.
-
-    A line has a list of messages under ``key``, with role and content; or, in the forms of
-    published datasets, ``conversations`` with from and value (ShareGPT), ``instruction``,
-    ``input`` and ``output`` (Alpaca), or ``prompt`` and ``completion``.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            try:
-                messages = _messages_of(record, key) if isinstance(record, dict) else []
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: a message without {error}.") from None
-            if not messages:
-                raise ValueError(
-                    f"{path}, line {number}: no chat (a list of messages under {key!r})."
-                )
-            yield messages
-
-
-_ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool"}
-"""ShareGPT's names of roles that differ from the usual ones."""
-
-
-def _messages_of(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the messages of a record of any known form; empty if there are none."""
-    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    messages = record.get(key, record.get("conversations"))
-    if isinstance(messages, list):
-        return [*(system if "conversations" in record else []), *map(_message_of, messages)]
-    if "instruction" in record and "output" in record:
-        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        return [*system, *_ask(question, record["output"])]
-    if "prompt" in record and "completion" in record:
-        prompt, answer = record["prompt"], record["completion"]
-        if isinstance(prompt, list):
-            return list(map(_message_of, [*prompt, *answer]))
-        return [*system, *_ask(prompt, answer)]
-    return []
-
-
-def _ask(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _message_of(message: dict[str, Any]) -> dict[str, Any]:
-    if "from" in message and "role" not in message:
-        role = message["from"]
-        return {"role": _ROLES.get(role, role), "content": message["value"]}
-    content = message.get("content")
-    if isinstance(content, list):  # parts, of which only text is trained on
-        return {**message, "content": "".join([part["text"] for part in content])}
-    return message
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for messages without role or content, which a template would silently accept."""
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no role.")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"message {number} has no content.")
+def _encode_record(
+    record: Mapping[str, Any], json_key: str, tokenizer: Tokenizer, render: Render
+) -> tuple[list[int], list[int]]:
+    """Check a record and encode its chat; a template that drops tools or calls is refused."""
+    messages = messages_of(record, json_key)
+    tools = record.get("tools") or None
+    check_template_writes(messages, render, tools)
+    tokens, learnt = encode_chat(messages, tokenizer, render, tools)
+    if not any(learnt):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ValueError(
+            "nothing to learn: no message that counts has the role 'assistant' "
+            f"(roles: {roles})"
+        )
+    return tokens, learnt
 
 
 class SFTDataset(PackedDataset):

@@ -6,10 +6,10 @@ the rejected conversation, which is never a label. A row packs full pairs; each 
 a document of its own, which attends to nothing else.
 """
 
-import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.arrangement import count_from, packed_borders
-from mcore_data.datasets.chat import LEARNT, TOKENS, Render, load_template
+from mcore_data.datasets.chat import (
+    LEARNT,
+    TOKENS,
+    Render,
+    check_template_writes,
+    load_template,
+)
+from mcore_data.datasets.chat_records import OnBadRecord, checked_messages, encode_records
 from mcore_data.datasets.packing import PackedDataset
 from mcore_data.indexed.index_format import token_dtype
 from mcore_data.indexed.output_lock import make_parent_folder
@@ -49,81 +56,39 @@ class PreferenceReport:
     num_answer_tokens: int
 
 
-def read_preferences(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file that have ``chosen`` and ``rejected``."""
-    names = {"chosen", "rejected"}
-    return read_records(
-        path, "--input", "record of chosen and rejected", lambda record: names <= record.keys()
-    )
-
-
-def read_records(
-    path: str | Path, flag: str, expected: str, is_valid: Callable[[dict[str, Any]], bool]
-) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file.
-
-    Args:
-        path: of the file.
-        flag: option that names the file, for errors.
-        expected: content of a line, for errors.
-        is_valid: whether an object has that content.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a line that is not valid.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{flag} {path} is not a file.")
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or not is_valid(record):
-                raise ValueError(f"{path}, line {number}: no {expected}.")
-            yield record
-
-
 def prepare_preferences(
-    records: Iterable[Mapping[str, Any]],
+    path: str | Path,
     output_prefix: str | Path,
     tokenizer: Tokenizer,
     template: str = "",
+    *,
+    on_bad_record: OnBadRecord = "refuse",
 ) -> PreferenceReport:
-    """Write pairs of answers as the two pairs of files ``<prefix>_tokens`` and ``_learnt``.
+    """Write preferences of a JSONL file as the pairs ``<prefix>_tokens`` and ``_learnt``.
 
     A record has one of these forms: ``prompt``, ``chosen`` and ``rejected`` as texts; the same
     as lists of messages; or ``chosen`` and ``rejected`` as whole chats, whose common beginning
     is the prompt.
 
     Args:
-        records: of ``read_preferences``.
+        path: JSONL file.
         output_prefix: prefix of the outputs.
         tokenizer: encodes the texts; its end of document ends an answer given as text.
         template: text of a Jinja template for messages; "": the tokenizer's.
+        on_bad_record: refuse the file, or leave out the records that cannot be used.
 
     Raises:
-        ValueError: for a record of another form (names its number).
+        ValueError: for records of another form (names their lines).
     """
     make_parent_folder(output_prefix)
-    render: Render | None = None
     num_pairs = num_tokens = num_answer_tokens = 0
     dtype = token_dtype(tokenizer.vocab_size).name
     with (
         IndexedWriter(f"{output_prefix}{TOKENS}", dtype) as token_writer,
         IndexedWriter(f"{output_prefix}{LEARNT}", "uint8") as mark_writer,
     ):
-        for record in records:
-            if render is None and not isinstance(record["chosen"], str):
-                render = load_template(template, tokenizer)
-            try:
-                prompt, *answers = _encode(record, tokenizer, render)
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(f"pair {num_pairs + 1}: {error}") from error
-            if not (prompt and all(answers)):
-                raise ValueError(f"pair {num_pairs + 1}: the prompt or an answer is empty.")
-            chosen, rejected = answers
+        encode = _Encoder(tokenizer, template)
+        for prompt, chosen, rejected in encode_records(path, encode, on_bad_record):
             tokens = [*prompt, *chosen, *prompt, *rejected]
             marks = [0] * len(prompt) + [_CHOSEN] * len(chosen)
             marks += [_BORDER] + [0] * (len(prompt) - 1) + [_REJECTED] * len(rejected)
@@ -135,43 +100,97 @@ def prepare_preferences(
     return PreferenceReport(num_pairs, num_tokens, num_answer_tokens)
 
 
-def _encode(
-    record: Mapping[str, Any], tokenizer: Tokenizer, render: Render | None
-) -> tuple[list[int], list[int], list[int]]:
-    """Return the tokens of the prompt, of the chosen and of the rejected answer."""
+class _Encoder:
+    """Encodes the prompt, the chosen and the rejected answer of records."""
 
-    def ids(text: str, is_whole: bool) -> list[int]:
-        found = tokenizer.encode(text, add_special_tokens=False)
-        end = [] if is_whole or tokenizer.eod is None else [tokenizer.eod]
-        return [*found, *end]
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
 
-    chosen, rejected = record["chosen"], record["rejected"]
-    if isinstance(chosen, str):
+    @cached_property
+    def render(self) -> Render:
+        """The chat template, which records of texts do not need."""
+        return load_template(self.template, self.tokenizer)
+
+    def __call__(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        if missing := [key for key in ("chosen", "rejected") if key not in record]:
+            raise ValueError(
+                f"no key {' and '.join(map(repr, missing))} "
+                f"(keys: {', '.join(record) or 'none'}): "
+                "name the two answers chosen and rejected, and their prompt prompt"
+            )
+        if record["chosen"] == record["rejected"]:
+            raise ValueError("chosen and rejected are equal, so nothing is preferred")
+        kinds = {isinstance(record[key], str) for key in ("chosen", "rejected")}
+        if len(kinds) > 1:
+            raise ValueError(
+                "of chosen and rejected one is a text: give both as texts or as lists"
+            )
+        encoded = self._texts(record) if True in kinds else self._chats(record)
+        for name, ids in zip(("prompt", "chosen", "rejected"), encoded, strict=True):
+            if not ids:
+                raise ValueError(f"{name} is empty")
+        return encoded
+
+    def _texts(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        tokenizer = self.tokenizer
         if not isinstance(record.get("prompt"), str):
-            raise ValueError("answers are texts, and there is no prompt as a text.")
+            raise ValueError(
+                "chosen and rejected are texts, and prompt is not: give the prompt as a text, "
+                'or each answer as a list of messages, [{"role": "assistant", "content": ...}]'
+            )
+        for name in ("chosen", "rejected"):
+            if not record[name]:
+                raise ValueError(f"{name} is empty")
         prompt = tokenizer.encode(record["prompt"], add_special_tokens=True)
         if prompt and prompt[-1] == tokenizer.eod and len(prompt) > 1:
             prompt = prompt[:-1]  # an end that the tokenizer adds to every text
-        return prompt, ids(chosen, False), ids(rejected, False)
-    assert render is not None
-    beginning = record.get("prompt")
-    if beginning is None:
+        end = [] if tokenizer.eod is None else [tokenizer.eod]
+        chosen, rejected = (
+            [*tokenizer.encode(record[name], add_special_tokens=False), *end]
+            for name in ("chosen", "rejected")
+        )
+        return prompt, chosen, rejected
+
+    def _chats(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        chosen, rejected = (
+            checked_messages(record[key], key) for key in ("chosen", "rejected")
+        )
         same = [a == b for a, b in zip(chosen, rejected, strict=False)]
-        count = same.index(False) if False in same else len(same)
-        beginning, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
-    if isinstance(beginning, str):
-        beginning = [{"role": "user", "content": beginning}]
-    text = render(beginning, True)
-    answers = []
-    for answer in (chosen, rejected):
-        whole = render([*beginning, *answer], False)
-        if not whole.startswith(text):
-            raise ValueError(
-                "the chat template writes the prompt in another way before an answer: use a "
-                "template that only adds."
-            )
-        answers.append(ids(whole[len(text) :], True))
-    return ids(text, True), answers[0], answers[1]
+        num_common = same.index(False) if False in same else len(same)
+        beginning = record.get("prompt")
+        if isinstance(beginning, str):
+            beginning = [{"role": "user", "content": beginning}]
+        if beginning is not None:
+            beginning = checked_messages(beginning, "prompt")
+        # Many published sets repeat the prompt in both answers, which are then whole chats.
+        if beginning is None or chosen[:num_common][-len(beginning) :] == beginning:
+            beginning = chosen[:num_common]
+            chosen, rejected = chosen[num_common:], rejected[num_common:]
+            if not beginning:
+                raise ValueError(
+                    "chosen and rejected begin with different messages, and there is no "
+                    "prompt: both must begin with the messages of the prompt"
+                )
+        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+            if not answer or answer[0]["role"] != "assistant":
+                raise ValueError(
+                    f"the answer {name!r} does not begin with a message of the assistant: give "
+                    "the prompt once, as prompt or at the beginning of both answers"
+                )
+        tools = record.get("tools") or None
+        text = self.render(beginning, True, tools=tools)
+        answers = []
+        for answer in (chosen, rejected):
+            check_template_writes([*beginning, *answer], self.render, tools)
+            whole = self.render([*beginning, *answer], False, tools=tools)
+            if not whole.startswith(text):
+                raise ValueError(
+                    "the chat template writes the prompt in another way before an answer: use "
+                    "a template that only adds."
+                )
+            answers.append(self.tokenizer.encode(whole[len(text) :], add_special_tokens=False))
+        return self.tokenizer.encode(text, add_special_tokens=False), answers[0], answers[1]
 
 
 class PreferenceDataset(PackedDataset):

@@ -124,6 +124,31 @@ def find_value(record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Parse one line of JSON, with or without a byte order mark; raises ``BadRecordError``."""
+    if not line.strip():
+        raise BadRecordError("the line is empty")
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        state = "truncated JSON" if cut else "not JSON"
+        raise BadRecordError(
+            f"{state} ({error.msg}: column {error.colno}); a record is one object on one line"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error) from None
+    except RecursionError:
+        raise BadRecordError("JSON nested too deeply") from None
+    except ValueError as error:
+        raise BadRecordError(f"not JSON that Python reads ({error})") from None
+    if not isinstance(record, dict):
+        raise BadRecordError(
+            f"a JSON {type(record).__name__}, not an object; a record is one object on one line"
+        )
+    return record
+
+
 def _views_of_lines(data: bytes) -> Iterator[memoryview]:
     """Yield lines without copying them; faster than ``split`` for long lines."""
     view, find = memoryview(data), data.find
@@ -215,27 +240,7 @@ def _all_texts(column: list[Any]) -> bool:
 
 
 def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[tuple[Text, ...], Mapping[str, Any]]:
-    if not line.strip():
-        raise BadRecordError("the line is empty")
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
-        state = "truncated JSON" if cut else "not JSON"
-        raise BadRecordError(
-            f"{state} ({error.msg}: column {error.colno}); a record is one object on one line"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise _not_utf8(error) from None
-    except RecursionError:
-        raise BadRecordError("JSON nested too deeply") from None
-    except ValueError as error:
-        raise BadRecordError(f"not JSON that Python reads ({error})") from None
-    if not isinstance(record, dict):
-        raise BadRecordError(
-            f"a JSON {type(record).__name__}, not an object; a record is one object on one line"
-        )
-    return _values(record, json_keys)
+    return _values(parse_object(line), json_keys)
 
 
 def _values(

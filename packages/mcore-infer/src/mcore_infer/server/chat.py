@@ -1,10 +1,10 @@
 """``POST /v1/chat/completions`` in OpenAI's format: engine requests, and their reply."""
 
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_data.datasets.chat_records import template_message
 from mcore_infer.server.replies import (
     OpenAIReply,
     ServedModel,
@@ -158,21 +158,11 @@ def _rendered(
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message for the template: content as one string, arguments as objects."""
-    values = message.model_dump(exclude_none=True)
-    content = message.content or ""
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    values["content"] = content
-    for call in values.get("tool_calls", ()):
-        arguments = call["function"].get("arguments")
-        if not isinstance(arguments, dict):
-            try:
-                call["function"]["arguments"] = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                message_text = "messages: arguments of tool_calls must be JSON."
-                raise RequestError(400, message_text, "messages") from None
-    return values
+    """Return a message as training wrote it for the template."""
+    try:
+        return template_message(message.model_dump(exclude_none=True))
+    except ValueError as error:
+        raise RequestError(400, f"messages: {error}", "messages") from None
 
 
 class ChatReply(OpenAIReply):

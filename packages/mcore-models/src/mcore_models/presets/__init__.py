@@ -6,7 +6,9 @@ published number of parameters if there is one; a test compares it with ours.
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -35,8 +37,7 @@ class Preset:
 
 def presets() -> dict[str, Preset]:
     """Read all presets by name: families together, small before large."""
-    file = files("mcore_models").joinpath("presets", "models.toml")
-    table = tomllib.loads(file.read_text("utf-8"))
+    table = _table()
     return {name: _preset(name, _flags(name, table)) for name in table}
 
 
@@ -64,13 +65,19 @@ def find_preset(name: str) -> Preset:
     return known[name]
 
 
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    file = files("mcore_models").joinpath("presets", "models.toml")
+    return tomllib.loads(file.read_text("utf-8"))
+
+
 def _preset(name: str, entry: dict[str, Any]) -> Preset:
     source, count = entry.pop("source"), entry.pop("parameters", 0)
     family = entry.pop("family", "gpt")
     return Preset(name=name, flags=entry, source=source, parameters=count, family=family)
 
 
-def _flags(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _flags(name: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Lay an entry over the one that it is based on, without that one's parameter count."""
     own = dict(table[name])
     like = own.pop("like", "")

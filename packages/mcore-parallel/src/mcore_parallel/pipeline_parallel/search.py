@@ -156,6 +156,7 @@ def step_times(
         v_shaped=pipeline.v_shaped,
         durations=duration,
         message_time=costs.message,
+        check=False,
     )
     work = [sum(span.end - span.start for span in spans) for spans in simulation.spans]
     # In the steady state each further micro-batch takes the work of the busiest rank.

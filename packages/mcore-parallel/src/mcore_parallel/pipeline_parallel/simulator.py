@@ -58,6 +58,7 @@ def simulate(
     durations: Mapping[Kind, float] | Callable[[int, Action], float] = DURATIONS,
     message_time: float = 0.0,
     hidden_share: float = 0.0,
+    check: bool = True,
 ) -> Simulation:
     """Check a schedule, and return its simulated times and memory.
 
@@ -71,15 +72,18 @@ def simulate(
         message_time: time from the end of a computation until another rank has its result.
         hidden_share: fraction of a pair's time that communication hidden under computation
             saves.
+        check: false for the schedules of ``build_schedule``, which are right, where many are
+            timed: checks take half the time.
 
     Raises:
         ValueError: if the schedule is wrong; names the rank, the action and the reason.
     """
     placement = Placement(len(schedule), num_chunks, v_shaped)
-    _check_complete(schedule, num_microbatches, placement)
-    _check_order_on_ranks(schedule, placement)
-    _check_message_order(schedule, placement)
-    _check_rendezvous(schedule, placement)
+    if check:
+        _check_complete(schedule, num_microbatches, placement)
+        _check_order_on_ranks(schedule, placement)
+        _check_message_order(schedule, placement)
+        _check_rendezvous(schedule, placement)
     duration = durations if callable(durations) else lambda _, action: durations[action.kind]
     spans = _time(schedule, placement, duration, message_time, hidden_share)
     makespan = max((span.end for rank in spans for span in rank), default=0.0)

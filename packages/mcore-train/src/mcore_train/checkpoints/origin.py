@@ -10,8 +10,9 @@ import logging
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_base.options import types_of
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.paths import (
@@ -228,7 +229,7 @@ def model_fields(
     table: dict[str, Value] = {}
     if not description:
         return table
-    parts = get_type_hints(config_type)
+    parts = types_of(config_type)
     for part, values in (("model", "config"), ("experts", "moe")):
         for field in dataclasses.fields(parts[part]):
             default = list(field.default) if isinstance(field.default, tuple) else field.default

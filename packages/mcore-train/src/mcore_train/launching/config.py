@@ -48,8 +48,8 @@ class JobConfig(Options):
     """Folder on storage that all hosts share, for the output of every rank; empty: logs/ below
     the run's --save, or below the present folder."""
     workdir: str = ""
-    """Folder in which each host starts the ranks, the same on all of them; empty: the present
-    one, or --container-workdir."""
+    """Folder in which each host starts the ranks, the same on all of them; empty:
+    --container-workdir, else the present one, else (an image without it) the image's own."""
     python: str = ""
     """Command that runs Python on each host; empty: 'uv run python', and for launch local the
     interpreter that runs this command."""

@@ -98,6 +98,8 @@ def build_job(
     environment = dict(pair.split("=", 1) for pair in config.env)
     faults.attempt(_set_connections, environment, train)
     workdir = config.workdir or container.container_workdir or str(Path.cwd())
+    if workdir == str(Path.cwd()) and not _is_inside(container, workdir):
+        workdir = "."  # the image's own folder: it does not have this one
     save = train.saving.save
     if save and not is_store(as_path(save)):
         save = os.path.normpath(Path(workdir) / save)
@@ -247,14 +249,16 @@ def _check_mounts(container: ContainerConfig, paths: dict[str, str]) -> None:
         f"{option} {path} is in none of --container-mounts ({shown}): it would be lost with "
         "the container."
         for option, path in paths.items()
-        if path
-        and not is_store(as_path(path))
-        and not any(
-            f"{path}/".startswith(f"{target.rstrip('/')}/") for target in container.targets
-        )
+        if path and not is_store(as_path(path)) and not _is_inside(container, path)
     ]
     if outside:
         raise OptionsError(outside)
+
+
+def _is_inside(container: ContainerConfig, path: str) -> bool:
+    """Return whether a folder of this machine or of a mount exists where the ranks run."""
+    mounted = (f"{path}/".startswith(f"{each.rstrip('/')}/") for each in container.targets)
+    return not container.container_image or any(mounted)
 
 
 def exports(job: Job) -> list[str]:

@@ -162,7 +162,7 @@ def _without_files(given: Mapping[str, Any], model: str) -> tuple[dict[str, Any]
     """Replace files, which this machine may lack, and numbers that the file leaves open."""
     values, lines = dict(given), []
     if gone := [name for name in (*_LOADED, *_FILES) if values.pop(name, None)]:
-        lines.append(f"without {', '.join(gone)}, which belong to the machine of the run")
+        lines.append(f"leaves out {', '.join(gone)}: their files are on the machine of the run")
     values["mock_data"] = True
     named = [name for name in _TOKENIZERS if name in values]
     if any(not Path(str(values[name])).exists() for name in named):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from mcore_base.command_line import (
     FaultCollector,
@@ -17,7 +17,7 @@ from mcore_base.command_line import (
     read_words,
 )
 from mcore_base.command_line import unknown as unknown_option
-from mcore_base.options import describe_rules, idle_options, rules_of
+from mcore_base.options import describe_rules, idle_options, rules_of, types_of
 from mcore_parallel.pipeline_parallel.stages import expand_layout
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, flag_names
 from mcore_train.migrating.sources import CLASSES, Given, Source, read_source
@@ -251,7 +251,7 @@ def _drop_idle(
     ``outside`` has options that the recipe does not set: Megatron's defaults, open ones.
     """
     flags = {option.name: option.flag for option in options}
-    parts = list(get_type_hints(config_type).values())
+    parts = list(types_of(config_type).values())
     while idle := sorted(idle_options({**outside, **values}, parts) & values.keys()):
         for name in idle:
             del values[name]
@@ -328,7 +328,7 @@ def _take_defaults(
         )
         for name, value in missing.items()
     ]
-    idle = idle_options(values, get_type_hints(config_type).values())
+    idle = idle_options(values, types_of(config_type).values())
     for name, theirs in _documented_defaults(config_type).items():
         if name in {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS}:
             continue

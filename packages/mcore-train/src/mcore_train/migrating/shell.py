@@ -44,6 +44,12 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: lambda a, b: int(a / b),  # a shell rounds towards zero
     ast.Mod: lambda a, b: a - b * int(a / b),
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -191,7 +197,9 @@ def _array(text: str, position: int, line: int) -> tuple[list[str], int]:
         else:
             raw, after = _word(text, position, line)
             if after == position:  # an operator, which no array holds
-                break
+                raise ValueError(
+                    _unquoted(line, text[position], "in the array that begins here")
+                )
             items.append(raw)
             position = after
     raise ValueError(f"line {line}: the array that begins here never ends.")
@@ -258,6 +266,11 @@ class _Evaluator:
         position, status, joint = 0, True, ""
         while position < len(tokens):
             token = tokens[position]
+            if test_end := _test_end(tokens, position):
+                if not joint or status is (joint == "&&"):  # else left out, or not known
+                    status = self._test(tokens[position:test_end])
+                position, joint = test_end, ""
+                continue
             if token.is_operator:
                 if token.text != "\n":  # && and || may end a line
                     joint = token.text if token.text in ("&&", "||") else ""
@@ -271,9 +284,10 @@ class _Evaluator:
                 position = self._compound(tokens, position)
                 continue
             end = position
-            while end < len(tokens) and not self._ends_command(tokens[end]):
+            while end < len(tokens) and not _ends_command(tokens[end]):
                 end += 1
             command = _without_redirections(tokens[position:end])
+            self._check_quotes(tokens, position, end, [each.text for each in command])
             position = end
             is_left_out = (joint == "&&" and status is False) or (joint == "||" and status)
             if joint and status is None:
@@ -282,9 +296,21 @@ class _Evaluator:
                 status = self._simple(command)
             joint = ""
 
-    @staticmethod
-    def _ends_command(token: _Token) -> bool:
-        return token.is_operator and not re.search("[<>]", token.text)
+    def _check_quotes(
+        self, tokens: list[_Token], position: int, end: int, command: list[str]
+    ) -> None:
+        """Refuse or list flags whose value has a bracket or ``|`` outside quotes."""
+        flags = [word for word in command if is_flag(word)]
+        if not flags:
+            return
+        line, after = tokens[position].line, tokens[position - 1].text if position else ""
+        if end < len(tokens) and tokens[end].text == "(":
+            raise ValueError(_unquoted(tokens[end].line, "(", f"after {command[-1]!r}"))
+        if after in ("|", ")") and _program_place(command) is None:
+            self.script.skipped.append(
+                f"line {line}: {' '.join(flags)} follow a {after!r} outside quotes: another "
+                "command gets them. A flag's value that contains it needs quotes."
+            )
 
     def _compound(self, tokens: list[_Token], position: int) -> int:
         """Follow the branch of an ``if`` that is taken; skip loops, cases and functions."""
@@ -319,21 +345,51 @@ class _Evaluator:
         for kind, body in parts:
             if kind in ("if", "elif"):
                 tests = [each for each in body if each.text not in ("\n", ";")]
-                holds = self._test(tests)
+                holds = self._joined_tests(tests)
                 if holds is None:
-                    self._skip(token, inner, "the test depends on the machine")
+                    test = " ".join(each.text for each in tests)
+                    self._skip(token, inner, f"the test {test} depends on the machine")
                     return
             elif kind == "else" or holds:
                 self.run(body)
                 return
 
+    def _joined_tests(self, tokens: list[_Token]) -> bool | None:
+        """Return what tests joined by ``&&`` and ``||`` give, from left to right."""
+        holds: bool | None = None
+        position, joint = 0, ""
+        while position < len(tokens):
+            end = _test_end(tokens, position)
+            if not end:
+                return None
+            holds = _join(joint, holds, self._test(tokens[position:end]))
+            joint = tokens[end].text if end < len(tokens) else ""
+            if joint not in ("", "&&", "||"):
+                return None
+            position = end + 1
+        return holds
+
     def _test(self, tokens: list[_Token]) -> bool | None:
-        """Return what a plain test of strings or numbers gives; None if it is not known."""
+        """Return what a test of strings or numbers gives; None if it is not known."""
         raw = [token.text for token in tokens]
-        if raw[:1] in (["["], ["[["], ["test"]):
-            raw = raw[1:-1] if raw[0] != "test" else raw[1:]
-        else:
+        if raw[0] == "(":  # (( )) of arithmetic
+            result = self._arithmetic("".join(raw[2:-2]))
+            return bool(int(result)) if result else None
+        if raw[0] != "[[":
+            raw = [token.text for token in _without_redirections(tokens)]
+        raw = raw[1:] if raw[0] == "test" else raw[1:-1]
+        if raw.count("(") or raw.count(")"):
             return None
+        either: bool | None = False
+        for alternative in _cut_words(raw, "||"):  # inside [[ ]] && binds more tightly
+            both: bool | None = True
+            for words in _cut_words(alternative, "&&"):
+                both = _join("&&", both, self._plain_test(words, tokens[0].text == "[["))
+            either = _join("||", either, both)
+        return either
+
+    def _plain_test(self, raw: list[str], has_patterns: bool) -> bool | None:
+        """Return what one comparison gives, by raw words; None if it is not known."""
         is_negated = raw[:1] == ["!"]
         raw = raw[1:] if is_negated else raw
         words = ["".join(self._expand(word, splits=False)) for word in raw]
@@ -346,7 +402,7 @@ class _Evaluator:
             case ["-n", word] | [word]:
                 found = bool(word)
             case [left, "=" | "==", right]:
-                found = fnmatchcase(left, right) if tokens[0].text == "[[" else left == right
+                found = fnmatchcase(left, right) if has_patterns else left == right
             case [left, "!=", right]:
                 found = not fnmatchcase(left, right)
             case [left, sign, right] if sign in _COMPARISONS:
@@ -364,8 +420,6 @@ class _Evaluator:
 
     def _simple(self, command: list[_Token]) -> bool | None:
         """Follow one command; return whether it succeeds, None if that is not known."""
-        if command[0].text in ("[", "[[", "test"):
-            return self._test(command)
         is_declared = command[0].text in _DECLARING
         rest = command[1:] if is_declared else command
         if command[0].text == "unset":
@@ -558,14 +612,15 @@ class _Evaluator:
         return "".join(self._expand(word, splits=False))
 
     def _arithmetic(self, text: str) -> str:
-        """Compute sums and products of whole numbers; return "" for anything else."""
+        """Compute and compare whole numbers; return "" for anything else."""
         text = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
         names = {name: self.variables.get(name) for name in _NAME.findall(text)}
         for name, value in names.items():
             if not isinstance(value, str) or not re.fullmatch(r"-?\d{1,18}", value.strip()):
                 return ""
             text = re.sub(rf"\b{name}\b", f"({value.strip()})", text)
-        text = text.replace("/", "//").strip()
+        text = text.replace("/", "//").replace("&&", " and ").replace("||", " or ")
+        text = re.sub(r"!(?!=)", " not ", text).strip()
         try:
             tree = ast.parse(text, mode="eval").body if len(text) < 1000 else None
             return "" if tree is None else str(_computed(tree))
@@ -593,6 +648,13 @@ def _computed(node: ast.expr) -> int:
             return value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](_computed(left), _computed(right))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
+            return int(_ARITHMETIC[type(op)](_computed(left), _computed(right)))
+        case ast.BoolOp(op=op, values=values):
+            join = all if isinstance(op, ast.And) else any
+            return int(join([_computed(value) for value in values]))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _computed(operand))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_computed(operand)
     raise ValueError("no arithmetic of whole numbers")
@@ -612,6 +674,10 @@ def _is_assignment(token: _Token) -> bool:
     return token.array is not None or _ASSIGNMENT.match(token.text) is not None
 
 
+def _ends_command(token: _Token) -> bool:
+    return token.is_operator and not re.search("[<>]", token.text)
+
+
 def _without_redirections(tokens: list[_Token]) -> list[_Token]:
     kept, skips = [], False
     for token in tokens:
@@ -622,6 +688,48 @@ def _without_redirections(tokens: list[_Token]) -> list[_Token]:
         else:
             kept.append(token)
     return kept
+
+
+def _unquoted(line: int, mark: str, place: str) -> str:
+    return (
+        f"line {line}: {mark!r} outside quotes {place}: a shell refuses it. Quote the value, "
+        "as in --moe-layer-freq '([0]*3+[1]*58)', and once more inside bash -c or eval."
+    )
+
+
+def _test_end(tokens: list[_Token], position: int) -> int:
+    """Return the place after the test that begins at a position; 0 if none begins there."""
+    texts = [token.text for token in tokens[position:]]
+    if texts[:2] == ["(", "("]:
+        ends = [n for n in range(2, len(texts) - 1) if texts[n : n + 2] == [")", ")"]]
+        return position + ends[0] + 2 if ends else 0
+    if texts[0] == "[[":
+        return position + texts.index("]]") + 1 if "]]" in texts else 0
+    if texts[0] not in ("[", "test"):
+        return 0
+    ends = (n for n, token in enumerate(tokens[position:]) if _ends_command(token))
+    return position + next(ends, len(texts))
+
+
+def _join(joint: str, left: bool | None, right: bool | None) -> bool | None:
+    """Return ``left && right`` or ``left || right``, where None is not known."""
+    if not joint:
+        return right
+    decides = joint == "||"
+    if left is decides or right is decides:
+        return decides
+    return None if left is None or right is None else not decides
+
+
+def _cut_words(words: list[str], mark: str) -> list[list[str]]:
+    """Cut words into runs at each ``mark``."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == mark:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
 
 
 def _closing(tokens: list[_Token], position: int) -> int:

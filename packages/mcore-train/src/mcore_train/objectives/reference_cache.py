@@ -197,7 +197,7 @@ def _meet(run: Run) -> None:
 
 
 def _description(plan: Plan, built: Sequence[Any]) -> dict[str, Any]:
-    """Describe samples, objective and frozen model; None: not known to a run that reads."""
+    """Describe samples, objective and frozen model; None: a run with the cache has no value."""
     config = plan.config
     return {
         "objective": config.objective.objective,

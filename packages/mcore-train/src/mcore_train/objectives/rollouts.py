@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_data.datasets.preferences import read_records
+from mcore_data.datasets.chat_records import encode_records
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.pipeline_parallel.runner import Payload
@@ -147,16 +147,15 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for a line without a prompt.
+        ValueError: for lines without a prompt, or if there are none.
     """
-    records = list(
-        read_records(
-            path, "--prompts", "prompt, a text", lambda r: isinstance(r.get("prompt"), str)
-        )
-    )
-    if not records:
-        raise ValueError(f"--prompts {path} is empty.")
-    return records
+
+    def check(record: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(record.get("prompt"), str):
+            raise ValueError(f"no prompt as a text (keys: {', '.join(record) or 'none'})")
+        return record
+
+    return list(encode_records(path, check, flag="--prompts"))
 
 
 def score_texts(

@@ -6,8 +6,9 @@ flag is told which of them it does not have.
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from typing import Any
 
+from mcore_base.options import types_of
 from mcore_train.composition import TrainConfig
 from mcore_train.options.recipe import Value, to_flags
 
@@ -45,7 +46,7 @@ def defaults_not_taken(
     """
     ours = {
         field.name: field.default
-        for part in get_type_hints(config_type).values()
+        for part in types_of(config_type).values()
         for field in fields(part)
         if field.default is not MISSING
     }

@@ -107,7 +107,10 @@ SPELLINGS: dict[str, Spelling] = {
     "--defer-embedding-wgrad-compute": Spelling(note="the head's is made with its loss"),
     "--use-ring-exchange-p2p": Spelling(note="messages that stand together are posted as one"),
     "--align-param-gather": Spelling(note="every stage gathers when its weights are new"),
-    "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
+    "--moe-extended-tp": Spelling(
+        note="give --expert-tensor-parallel-size: that of --tensor-model-parallel-size times "
+        "--expert-model-parallel-size, with --expert-model-parallel-size 1"
+    ),
     "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
     "--muon-use-nesterov": Spelling(("--muon-nesterov",)),
@@ -211,9 +214,11 @@ NOTES: dict[str, str] = {
         "--log-progress --log-energy --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
         "--log-device-memory-used "
-        "--moe-routing-trace-* --logging-level --validation-set-names "
+        "--moe-routing-trace-* --validation-set-names "
         "--dump-param-to-param-group-map --config-logger-dir --result-rejected-*"
     ): "it is not reported here",
+    "--logging-level": "the first rank logs at INFO, the others at WARNING",
+    "--disable-gloo-process-groups": "groups are made for the collectives that a run has",
     (
         "--pytorch-profiler-* --record-shapes "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
@@ -246,7 +251,7 @@ NOTES: dict[str, str] = {
         "--nccl-ub --use-nccl-ub --disable-symmetric-registration --symmetric-ar-type "
         "--create-all-gather-group --suggested-communication-unit-size "
         "--high-priority-stream-groups --use-sharp --sharp-enabled-group "
-        "--disable-gloo-process-groups --pipeline-model-parallel-comm-backend"
+        "--pipeline-model-parallel-comm-backend"
     ): "--nccl-communicator-config-path sets what collectives of an axis take",
     (
         "--ddp-num-buckets --no-align-grad-reduce --disable-align-grad-reduce "

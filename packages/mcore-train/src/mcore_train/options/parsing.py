@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from mcore_base.command_line import (
     HELP_FLAGS,
@@ -24,7 +24,7 @@ from mcore_base.command_line import (
 )
 from mcore_base.command_line import parse as parse_options
 from mcore_base.entry_point import is_first_rank
-from mcore_base.options import idle_options
+from mcore_base.options import idle_options, types_of
 from mcore_base.stores import as_path
 from mcore_models.config import sizes_of_pattern, stages_of_pattern
 from mcore_models.families import FAMILIES
@@ -159,7 +159,7 @@ def parse(
     if recipes:
         values["recipe"] = tuple(recipes)
     # What a saved model or preset has of a feature that options turn off has no effect.
-    idle = idle_options(values, get_type_hints(config_type).values())
+    idle = idle_options(values, types_of(config_type).values())
     values = {
         n: value for n, value in values.items() if n in given or n not in idle & saved.keys()
     }
@@ -283,7 +283,7 @@ def take_all(
 def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value]:
     """Read a preset of the family that the command trains."""
     preset = find_preset(name)
-    if FAMILIES[preset.family].config is not get_type_hints(config_type)["model"]:
+    if FAMILIES[preset.family].config is not types_of(config_type)["model"]:
         raise ValueError(
             f"--model {name} is of another family: use mcore-train {preset.family}."
         )

@@ -51,7 +51,7 @@ def find_group_conflicts(config: TrainConfig, family: Family, vocab_size: int) -
     for text, entry in zip(texts, entries, strict=True):
         if entry.lr and entry.min_lr > entry.lr:
             yield f"--parameter-groups {text!r}: min_lr must not be above lr."
-    if config.peft.peft == "none":  # adapters have other names
+    if texts and config.peft.peft == "none":  # adapters have other names
         shapes = family.tensor_shapes(config.model, vocab_size, config.experts)
         yield from find_idle_entries(texts, shapes)
 

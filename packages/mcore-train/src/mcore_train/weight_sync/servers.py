@@ -1,8 +1,8 @@
 """Pushes weights to running servers of vLLM and SGLang over their own protocols.
 
 HTTP requests announce names, dtypes and shapes; the tensors follow over a group that the
-workers join. Neither program is imported. Spoken are vLLM 0.25 (its four phases with backend
-``nccl``) and SGLang 0.5 (``update_weights_from_distributed`` and ``..._from_disk``).
+workers join. Neither program is imported. The requests are those of vLLM 0.25 (four phases,
+backend ``nccl``) and SGLang 0.5 (``update_weights_from_distributed`` and ``..._from_disk``).
 
 A server is paused while it is updated, and stays paused after a push that failed: it then
 holds weights of two versions and must not answer. The next push makes a new group, sends all
@@ -128,17 +128,17 @@ class Server:
                 "the last."
             )
         num_tensors, total = 0, 0
-        with self._agreed():
+        with self._fail_together():
             if weights.is_root:
                 self._renew_group()
                 protocol.begin_update()
         for tensors in weights.buckets():
-            with self._agreed():
+            with self._fail_together():
                 if weights.is_root:
                     self._send(tensors, number)
                     total = combined_digest(total, tensors) if with_digest else 0
             num_tensors += len(tensors)
-        with self._agreed():
+        with self._fail_together():
             if weights.is_root:
                 protocol.end_update()
         self.version = number
@@ -152,8 +152,8 @@ class Server:
             self._group = None
 
     @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """Raise on all ranks if one fails; its group is lost, as a broadcast may hang in it."""
+    def _fail_together(self) -> Iterator[None]:
+        """Raise on all ranks if one fails; the group is then unusable: a broadcast may hang."""
         try:
             with raise_on_all_ranks(self._weights.world):
                 yield
@@ -246,7 +246,7 @@ def load_folder(url: str, folder: str | Path, version: int) -> None:
         RuntimeError: if the server refuses: it keeps its weights.
     """
     body = {"model_path": str(folder), "weight_version": str(version)}
-    _succeeded(f"{url.rstrip('/')}/update_weights_from_disk", body)
+    _request_success(f"{url.rstrip('/')}/update_weights_from_disk", body)
 
 
 def _join(
@@ -293,7 +293,7 @@ class _VLLM:
 
     def announce_bucket(self, tensors: NamedTensors, version: int) -> None:  # noqa: ARG002
         info = {
-            **_described(tensors, "dtype_names"),
+            **_describe(tensors, "dtype_names"),
             "packed": True,
             # A message ends with the tensor that exceeds this size: one message a bucket.
             "packed_buffer_size_bytes": sum(tensor.nbytes for _, tensor in tensors),
@@ -320,20 +320,22 @@ class _SGLang:
     def announce_group(self, address: str, port: int, world_size: int, backend: str) -> None:
         body = {"master_address": address, "master_port": port, "backend": backend}
         body |= {"rank_offset": 1, "world_size": world_size, "group_name": GROUP_NAME}
-        _succeeded(f"{self._url}/init_weights_update_group", body)
+        _request_success(f"{self._url}/init_weights_update_group", body)
 
     def leave_group(self) -> None:
-        _succeeded(f"{self._url}/destroy_weights_update_group", {"group_name": GROUP_NAME})
+        _request_success(
+            f"{self._url}/destroy_weights_update_group", {"group_name": GROUP_NAME}
+        )
 
     def begin_update(self) -> None:
         # Requests that run go back to the queue and are computed again with the new weights.
         request_json(f"{self._url}/pause_generation", {"mode": "retract"})
 
     def announce_bucket(self, tensors: NamedTensors, version: int) -> None:
-        body = _described(tensors, "dtypes")
+        body = _describe(tensors, "dtypes")
         body |= {"group_name": GROUP_NAME, "flush_cache": False}
         body |= {"weight_version": str(version)}
-        _succeeded(f"{self._url}/update_weights_from_distributed", body)
+        _request_success(f"{self._url}/update_weights_from_distributed", body)
 
     def messages(self, tensors: NamedTensors) -> list[Tensor]:
         return [tensor for _, tensor in tensors]
@@ -350,9 +352,9 @@ def request_json(url: str, body: Mapping[str, Any] | None = None) -> Any:
         RuntimeError: if no server is there, or it answers with an error.
     """
     content = None if body is None else json.dumps(body).encode()
-    asked = Request(url, content, {"Content-Type": "application/json"})
+    request = Request(url, content, {"Content-Type": "application/json"})
     try:
-        with urlopen(asked, timeout=TIMEOUT_S) as reply:
+        with urlopen(request, timeout=TIMEOUT_S) as reply:
             answer = reply.read()
     except HTTPError as error:
         text = error.read()[:500].decode(errors="replace")
@@ -365,14 +367,14 @@ def request_json(url: str, body: Mapping[str, Any] | None = None) -> Any:
         return {}
 
 
-def _succeeded(url: str, body: Mapping[str, Any]) -> None:
+def _request_success(url: str, body: Mapping[str, Any]) -> None:
     """Send a request whose reply carries ``success``."""
     reply = request_json(url, body)
     if not reply.get("success"):
         raise RuntimeError(f"{url}: {reply.get('message', reply)}")
 
 
-def _described(tensors: NamedTensors, dtypes: str) -> dict[str, Any]:
+def _describe(tensors: NamedTensors, dtypes: str) -> dict[str, Any]:
     return {
         "names": [name for name, _ in tensors],
         dtypes: [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
@@ -395,7 +397,7 @@ def _in_thread(work: Callable[[], Value]) -> "Future[Value]":
 
 
 def _wait_for(is_over: Callable[[], bool], reply: "Future[None]") -> None:
-    """Wait; raise if the server refuses meanwhile, since it will then not receive."""
+    """Wait until ``is_over``; raise if the server has refused, which then receives nothing."""
     while not is_over():
         if reply.done():
             reply.result()
