@@ -136,6 +136,7 @@ def test_a_flag_on_the_device_masks_the_update_of_kernel_and_reference(
         assert error(got, want) < (1e-6 if got.dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_masked_steps_make_no_host_sync_and_no_copies():
     layer = torch.nn.Linear(1024, 1024).bfloat16().cuda()
     data_parallel = DataParallel([layer], ParallelContext.single("cuda"), DataParallelConfig())
@@ -148,8 +149,8 @@ def test_masked_steps_make_no_host_sync_and_no_copies():
     optimizer.step(1e-3, 0.1, is_applied=flags[0])  # compiles
     before, used = layer.weight.clone(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         optimizer.step(1e-3, 0.1, is_applied=flags[1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
