@@ -84,6 +84,7 @@ def assert_same(one: list[object], other: list[object]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(FAMILIES)), tables(), tables(), BASES)
 def test_positions_are_those_of_transformers_or_are_refused(name, scaling, parameters, base):

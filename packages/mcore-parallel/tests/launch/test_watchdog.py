@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -190,6 +191,10 @@ def test_a_rank_alone_is_watched_for_late_steps_if_it_reports_them(monkeypatch, 
         while "holds up" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
     assert "rank 0 holds up step 7" in caplog.text
+    # Its errors are the caller's: no timer ends the process.
+    monkeypatch.setattr(threading, "Timer", None)
+    with pytest.raises(ValueError, match="mine"), Watch.of_world(0, 1, 1.0, reports_steps=True):
+        raise ValueError("mine")
 
 
 def test_a_place_is_the_line_of_the_own_program():

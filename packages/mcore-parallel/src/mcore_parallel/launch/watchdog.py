@@ -159,6 +159,10 @@ class Watch:
         """
         if self._store is None:
             return
+        if self.world_size == 1:  # nobody else is to be told, and nobody dead to be left
+            self._stop()
+            self._left.set()
+            return
         failed = isinstance(error, Exception)
         try:
             if failed:

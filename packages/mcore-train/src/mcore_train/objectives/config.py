@@ -210,7 +210,7 @@ class GRPOConfig(Options):
         ),
         Rule(
             ("objective", "spike_policy"),
-            lambda v: v.spike_policy == "rewind",
+            lambda v: v.objective == "grpo" and v.spike_policy == "rewind",
             "--spike-policy rewind would train weights of an earlier step on texts that later "
             "weights have written: use skip or stop with --objective grpo.",
         ),
