@@ -186,7 +186,7 @@ def test_wrong_training_data_are_told_in_one_line(folder, capsys, words, message
         (("prepare-chats", "--input", "no", "--output-prefix", "c", *typed("ByteTokenizer")),
          "--input no is not a file"),
         (("prepare-chats", "--input", "chats.jsonl", "--output-prefix", "c",
-          *typed("ByteTokenizer")), "1 of 1 records cannot be used; line 1: message 1 of 'messages' has no content"),
+          *typed("ByteTokenizer")), "line 1: message 1 of 'messages' has no content"),
     ],
 )  # fmt: skip
 def test_other_commands_tell_in_one_line_too(folder, capsys, words, message):
