@@ -128,8 +128,8 @@ def audit(session: nox.Session) -> None:
         missing = "any of the" if len(unread) == len(packages) else f"{len(unread)} of"
         session.error(
             f"not audited: the package index has no advisories of {missing} {len(packages)} "
-            f"packages ({', '.join(unread[:3])}, ...). This is no finding: run it where the "
-            "index is pypi.org, or nox -s audit -- -s osv where api.osv.dev answers."
+            f"packages ({', '.join(unread[:3])}, ...). This is no finding: run it with an "
+            "index that has advisories, or nox -s audit -- -s osv where that service answers."
         )
     faults = [
         f"{each['name']} {each['version']}: {fault['id']}"
