@@ -36,6 +36,8 @@ from mcore_parallel.testing.ranks import collect_results, import_address, load_f
 # What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
 # Beside a GPU it starts CUDA, which a forked process cannot use: there each rank loads it.
 COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
+SLOW = ("torch.distributed.tensor", "torch.distributed.fsdp")
+"""Modules of torch that some runs import, which take seconds: better once than in each rank."""
 LOADING_S = 300.0
 """More than a task's own limit, for ranks that load its file and meet: on a crowded host that
 takes longer than most tasks."""
@@ -137,6 +139,7 @@ class ForkServer:
         self._asking = threading.Lock()
         modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
         modules = [name for name in modules if not name.endswith("__main__")]
+        modules += [name for name in SLOW if name in sys.modules]
         if not check_shapes and not torch.cuda.is_available():
             modules += COMPILER
         self._process = warm_context().Process(
