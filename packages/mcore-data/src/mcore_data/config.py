@@ -154,9 +154,9 @@ class PreprocessConfig(Options):
     """What to do with an empty, truncated or otherwise wrong record: refuse, stop and name it;
     skip, leave it out, count it and name the first ones."""
     plan: str = ""
-    """<output-prefix>.plan.json of mcore-data plan: write its units until none is left, beside
-    any number of other workers. Inputs, tokenizer and settings are the plan's; --workers and
-    --on-bad-record may be given."""
+    """<output-prefix>.plan.json of mcore-data plan: write units of the plan until none is left.
+    Any number of workers may do so at the same time. Inputs, tokenizer and settings are the
+    plan's; --workers and --on-bad-record may be given."""
     claim_timeout_s: float = option(120.0, minimum=30, needs=(When("plan", bool, "--plan"),))
     """A worker of --plan whose lock file has not changed for so many seconds is dead, and
     another worker continues its unit. A lock is touched every 15 seconds, and NFS may show a

@@ -679,7 +679,7 @@ class TransformerConfig(Options):
     """Groups of Mamba heads that share B and C."""
 
     mamba_conv_kernel: int = option(4, minimum=1, part_of=_MAMBA)
-    """Kernel size of the convolution of a Mamba layer, its own token included."""
+    """Kernel size of the convolution of a Mamba layer; the current token counts."""
 
     mamba_conv_bias: bool = option(True, part_of=_MAMBA)
     """Bias of the convolution of a Mamba layer."""
@@ -718,10 +718,10 @@ class TransformerConfig(Options):
     """Channels of a gated delta net's values."""
 
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
-    """Kernel size of the convolution of a gated delta net, its own token included."""
+    """Kernel size of the convolution of a gated delta net; the current token counts."""
 
     short_conv_kernel_dim: int = option(3, minimum=1, part_of=_SHORT_CONV)
-    """Kernel size of a gated short convolution, its own token included."""
+    """Kernel size of a gated short convolution; the current token counts."""
 
     short_conv_bias: bool = option(False, part_of=_SHORT_CONV)
     """Biases of a gated short convolution and its two linears."""

@@ -1,4 +1,4 @@
-"""State of a run beside weights and optimizer: random streams, scales, recent losses.
+"""State of a run other than weights and optimizer: random streams, scales, recent losses.
 
 Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
 (``fp8.<linear>.history``), which any layout loads.
