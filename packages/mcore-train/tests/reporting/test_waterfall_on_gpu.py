@@ -27,7 +27,7 @@ SIZES = {
     "bf16": True,
     "mock_data": True,
     "vocab_size": 32000,
-    "log_interval": 8,
+    "log_interval": 1,
     "waterfall_interval": 2,
     "layer_statistics_interval": 4,
 }
@@ -42,13 +42,14 @@ def test_the_parts_add_up_on_a_device_too(tmp_path):
     ):
         train(assemble(plan, ctx), reporter)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    (fall,) = [row for row in rows if row["kind"] == "waterfall"]
+    fall = [row for row in rows if row["kind"] == "waterfall"][-1]
     names = [*PARTS, *(f"exposed_{axis}" for axis in AXES)]
     assert sum(fall[f"{name}_ms"] for name in names) == pytest.approx(fall["step_ms"], rel=0.01)
     assert fall["compute_ms"] > 0.5 * fall["step_ms"]
-    trained = [row for row in rows if row["kind"] == "train"][-1]
-    # The mean over the report has the first steps in it, which load kernels.
-    assert 0.3 * trained["step_ms"] < fall["step_ms"] < 1.2 * trained["step_ms"]
-    (layers,) = [row for row in rows if row["kind"] == "layers"]
+    (trained,) = [
+        row for row in rows if row["kind"] == "train" and row["iteration"] == fall["iteration"]
+    ]
+    assert fall["step_ms"] == pytest.approx(trained["step_ms"], rel=0.2)
+    layers = [row for row in rows if row["kind"] == "layers"][-1]
     assert layers["gradient_norm"] > 0
     assert torch.cuda.is_available()
