@@ -46,7 +46,7 @@ class Adafactor:
     def message(
         self,
         grad: Float[Tensor, " n"],
-        moments: Mapping[str, Float[Tensor, " n"]],  # noqa: ARG002 - there are none
+        moments: Mapping[str, Float[Tensor, " n"]],  # noqa: ARG002 - Adafactor has no moments
         *,
         grad_scale: Float[Tensor, ""] | float,
     ) -> Float[Tensor, " n"]:

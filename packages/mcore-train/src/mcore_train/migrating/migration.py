@@ -1,4 +1,4 @@
-"""From what a file asks for to a recipe, with an answer for each flag."""
+"""Translates the flags of a file into a recipe, with an answer for each flag."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
     Args:
         path: of the file.
         settings: variables that a script leaves open.
-        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: as the file tells.
+        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: that of the file.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -233,7 +233,7 @@ def _drop_idle(
     answers: list[Answer],
     owners: Mapping[str, int],
 ) -> None:
-    """Leave out options whose feature nothing turns on; a run would refuse them.
+    """Remove options of features that are off, which a run would refuse.
 
     ``outside`` has options that the recipe does not set: Megatron's defaults, open ones.
     """
