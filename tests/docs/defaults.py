@@ -1,4 +1,4 @@
-"""The page of defaults that differ from Megatron's, and of options that it does not have.
+"""The page of defaults that differ from Megatron's.
 
 Made from the configs' docstrings and megatron_flags.toml of mcore-train.
 `uv run python tests/docs/defaults.py` writes docs/defaults.md anew.
@@ -26,16 +26,11 @@ PAGE = ROOT / "docs/defaults.md"
 _HEAD = """# Defaults that differ from Megatron's
 
 Written by `uv run python tests/docs/defaults.py` from the docstrings of the configs. Every
-other default is Megatron's, or of an option that Megatron's command line does not have.
+other default is Megatron's, or of an option that Megatron's command line does not have:
+[all options](flags/mcore-train.md).
 
 | flag | ours | Megatron's | what it is |
 | --- | --- | --- | --- |
-"""
-_OWN = """
-## Options that Megatron's command line does not have
-
-| flag | default | what it is |
-| --- | --- | --- |
 """
 _TAIL = """
 ## Options that mean something else
@@ -103,16 +98,14 @@ def megatron_defaults() -> dict[str, object]:
 
 def render() -> str:
     """Return the text of the page."""
-    differing, own = [], []
+    differing = []
     for option in training_options():
         flag = f"`--{option.name.replace('_', '-')}` | `{option.default!r}`"
         theirs, what = _SENTENCE.search(option.said), _SENTENCE.sub("", option.said)
         what = what.replace("|", "\\|")
         if theirs:
             differing.append(f"| {flag} | {theirs['value']} | {what} |\n")
-        elif option.name not in megatron_defaults():
-            own.append(f"| {flag} | {what} |\n")
-    return _HEAD + "".join(differing) + _OWN + "".join(own) + _TAIL
+    return _HEAD + "".join(differing) + _TAIL
 
 
 def unlike_their_docstring() -> list[str]:

@@ -28,7 +28,6 @@ class Adafactor:
     moments: Mapping[str, MomentDtype] = MappingProxyType({})
 
     def __init__(self, config: AdafactorConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
