@@ -11,6 +11,7 @@ Reference:
 """
 
 import logging
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -101,6 +102,7 @@ class LocalSaver:
             ValueError: if the step is no newer, or shards contradict their pieces.
             CheckpointError: on all ranks, if one could not write; the previous step stays.
         """
+        began_s = time.monotonic()
         newest = self.latest()
         with raise_on_all_ranks(self._world):
             build_claims(shards)
@@ -117,7 +119,8 @@ class LocalSaver:
             raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
         if faults:
             log.warning("local step %s is complete, but lacks copies: %s", step, faults)
-        log.info("saved local step %s to %s", step, self._files.folder)
+        took_s = time.monotonic() - began_s
+        log.info("saved local step %s to %s in %.1f s", step, self._files.folder, took_s)
 
     def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
         """Fill this rank's pieces from the newest step, from any host that has a copy.
@@ -135,6 +138,7 @@ class LocalSaver:
             ValueError: if there is no step, or it was saved under another layout.
             CheckpointError: if files are damaged.
         """
+        began_s = time.monotonic()
         newest = self.latest()
         if newest is None:
             raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
@@ -145,6 +149,8 @@ class LocalSaver:
             if state is not mine:
                 for target, source in zip(mine.tensors, state.tensors, strict=True):
                     target.copy_(source)
+        took_s = time.monotonic() - began_s
+        log.info("read local step %s from %s in %.1f s", newest, self._files.folder, took_s)
         return state.extra
 
     def _fetch(self, step: int, mine: "_State") -> "_State":
