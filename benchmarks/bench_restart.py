@@ -195,14 +195,17 @@ def kill(case: Case) -> dict:
     launch += ["--restart-backoff-s", "0", "--", "gpt", *case.flags, *saving(case.folder)]
     with Job([sys.executable, "-m", "mcore_train", *launch], case) as job:
         job.wait_for_step(run, KILLED_STEP)
-        victim = next(p for p in job.processes() if is_rank(p, case.nproc - 1))
+        before = job.processes()
+        victim = next(p for p in before if is_rank(p, case.nproc - 1))
         os.kill(victim, signal.SIGKILL)
         killed_s = time.time()
+        rank_s = job.wait_for_rank(before)
         job.wait_for_step(run, 1, attempt=2)
         took_s = time.time() - killed_s
     first_s = time_of_step(run, 1, attempt=1) - job.began_s
     return {
         "fault_to_next_step_s": round(took_s, 2),
+        "fault_to_start_of_rank_s": round(rank_s - killed_s, 2),
         "start_to_first_step_s": round(first_s, 2),
         "step_ms": step_ms(run),
         "continues_from": "local checkpoint" if HAS_NVRX else "--save",
@@ -357,6 +360,12 @@ class Job:
         while not time_of_step(run, step, attempt):
             self._check()
 
+    def wait_for_rank(self, before: Sequence[int]) -> float:
+        """Wait for a first rank that is none of the processes ``before``; return when."""
+        while not any(is_rank(p, 0) for p in set(self.processes()) - set(before)):
+            self._check()
+        return time.time()
+
     def wait_for_line(self, *texts: str) -> tuple[float, str]:
         """Wait until the job prints one of the texts; return when, and the line."""
         while True:
@@ -377,7 +386,7 @@ class Job:
         lines = [
             f"+{line_s - begin_s:.2f} {line[:160]}"
             for line_s, line in self._lines
-            if begin_s <= line_s <= end_s + 0.5
+            if begin_s <= line_s <= end_s + 0.5 and line[:1] not in ("", " ", "=", "-")
         ]
         return lines[:KEPT_LINES]
 
@@ -452,9 +461,12 @@ def is_rank(process: int, local_rank: int) -> bool:
     """Whether a process trains as a rank, and is no worker or child of one."""
     if f"LOCAL_RANK={local_rank}".encode() not in variables_of(process):
         return False
-    status = Path(f"/proc/{process}/status").read_text()
-    parent = next(line for line in status.splitlines() if line.startswith("PPid:")).split()[1]
-    return not any(v.startswith(b"LOCAL_RANK=") for v in variables_of(int(parent)))
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return False
+    parent = next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
+    return not any(v.startswith(b"LOCAL_RANK=") for v in variables_of(parent))
 
 
 if __name__ == "__main__":
