@@ -111,7 +111,12 @@ ENDLESS = [
     {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
     {"type": "object", "allOf": [{"properties": {"a": {"$ref": "#"}}}, {"required": ["a"]}]},
     {"$anchor": "x", "type": "array", "minItems": 1, "items": {"$ref": "#x"}},
-    {"$id": "https://e.x/s", "type": "array", "minItems": 1, "items": {"$ref": "https://e.x/s"}},
+    {
+        "$id": "https://e.x/s",
+        "type": "array",
+        "minItems": 1,
+        "items": {"$ref": "https://e.x/s"},
+    },
     {
         "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}},
         "$ref": "#/$defs/a%20b",

@@ -191,7 +191,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _conjunction(node: dict[str, Any], root: Any, anchors: Any) -> list[dict[str, Any]]:
-    """Return a subschema and those that it includes by ``allOf`` and ``$ref``, a few of them."""
+    """Return a subschema and the first that it includes by ``allOf`` and ``$ref``."""
     parts, seen = [node], {id(node)}
     for part in parts:
         included = list(_values(part, "allOf"))
