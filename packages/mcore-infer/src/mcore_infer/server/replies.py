@@ -240,8 +240,8 @@ def check_structured_output(field: str) -> None:
 
 
 def seed_or_random(seed: int | None) -> int:
-    """Return the seed; None: a random seed."""
-    return secrets.randbelow(MAX_SEED) if seed is None else seed
+    """Return a seed from 0 to ``MAX_SEED``; None: a random seed."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed % (MAX_SEED + 1)
 
 
 def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
