@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_data.datasets.chat import CHATML
-from mcore_infer import SamplingConfig, generate, generate_text
+from mcore_infer import NewToken, SamplingConfig, generate, generate_text
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
 from mcore_infer.server.schemas import ChatBody, CompletionBody, RequestError
@@ -274,6 +274,11 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
     assert read_chat(ChatBody(messages=messages, tools=[]), served)
     with pytest.raises(RequestError, match="has no place for tools"):
         read_chat(ChatBody(messages=messages, tools=tools), served)
+    for form, reason in ((None, "stop"), ({"type": "json_object"}, None)):
+        reply = read_chat(ChatBody(messages=messages, response_format=form), served)
+        for token in b'{"a": "<|im_end|>':  # text of ChatML's mark, for which is no token
+            reply.answers[0].add(NewToken(0, token, None))
+        assert reply.answers[0].finish_reason == reason
     fields = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = client.post(path, **fields)[1]["choices"]
     events = client.stream(path, stream_options={"include_usage": True}, **fields)

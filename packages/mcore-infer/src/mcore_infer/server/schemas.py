@@ -244,6 +244,9 @@ class Function(Body):
 class Tool(Body):
     """A tool that the model may use."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "custom": "is refused: give functions, whose parameters are JSON.",
+    }
     type: Literal["function"]
     function: Function
 
