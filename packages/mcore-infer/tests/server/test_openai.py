@@ -274,8 +274,10 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
     assert read_chat(ChatBody(messages=messages, tools=[]), served)
     with pytest.raises(RequestError, match="has no place for tools"):
         read_chat(ChatBody(messages=messages, tools=tools), served)
+    served = replace(served, chat=replace(chat, end_ids=(66,)))
     for form, reason in ((None, "stop"), ({"type": "json_object"}, None)):
         reply = read_chat(ChatBody(messages=messages, response_format=form), served)
+        assert reply.requests[0].stop == ([] if form else [[66]])
         for token in b'{"a": "<|im_end|>':  # text of ChatML's mark, for which is no token
             reply.answers[0].add(NewToken(0, token, None))
         assert reply.answers[0].finish_reason == reason

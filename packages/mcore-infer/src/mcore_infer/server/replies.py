@@ -165,7 +165,7 @@ def text_requests(
         scores: log probabilities to return.
         structure: grammar of the texts; None: any text.
         end_texts: strings that end a text without a structure, in addition to the body's.
-        end_ids: tokens that end a text, in addition to the model's.
+        end_ids: tokens that end a text without a structure, in addition to the model's.
         offsets: length of the text before each prompt's answers; empty: 0.
         kept: names of special tokens that are part of the text, by id.
     """
@@ -179,9 +179,10 @@ def text_requests(
     strings, sequences = _split_stops(body.stop, served.tokenizer)
     sequences += [[token] for token in body.stop_token_ids]
     if not body.ignore_eos:
-        sequences += [[token] for token in (*served.ends, *end_ids)]
-        # Within a structure that text is part of a value, and the structure ends the answer.
-        strings += () if structure else end_texts
+        sequences += [[token] for token in served.ends]
+        if structure is None:  # within one, marks are part of a value, and it ends the answer
+            sequences += [[token] for token in end_ids]
+            strings += end_texts
     ends = [sequence[0] for sequence in sequences if len(sequence) == 1]
     ends += [] if eod is None else [eod]
     if ends and max(ends) >= served.vocab_size:
