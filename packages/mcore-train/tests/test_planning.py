@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from warm_ranks import run_command
+from warm_ranks import run_command, run_ranks
 
 from mcore_models.families import GPT_FAMILY
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import Tables
 from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan
@@ -21,9 +23,11 @@ from mcore_train.planning.gain import (
     smaller_changes,
 )
 from mcore_train.planning.memory import predict_memory
-from mcore_train.planning.micro_batch import propose
+from mcore_train.planning.micro_batch import choose_micro_batch, propose
 from mcore_train.planning.step_time import bubble_formula, predict_step
 from mcore_train.planning.system import SYSTEMS, read_system, write_system
+from mcore_train.resolution import build_plan
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 H200 = SYSTEMS["h200"]
 GIB = 2**30
@@ -316,6 +320,28 @@ def test_micro_batches_are_proposed_by_memory_and_rate():
     assert roomy[0] > 1
     assert roomy == sorted(roomy, reverse=True)
     assert [size for size, *_ in propose(*one, needs[0] + 3 * GIB)] == [1]
+
+
+def adamw_for_two_sequences(config):
+    """Build AdamW, or run out of memory where a micro-batch has more than two sequences."""
+    if config.batch.micro_batch_size > 2:
+        raise MemoryError
+    return OPTIMIZERS["adam"](config)
+
+
+def probed_micro_batch():
+    """Return the micro-batch that a run takes on this rank, and its micro-batches a step."""
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    flags += "--vocab-size 32 --global-batch-size 16 --mock-data --lr 1e-2 --train-iters 2 "
+    plan = build_plan(parse(f"{flags} --find-micro-batch-size".split()), 2)
+    ctx = ParallelContext.build(plan.config.parallelism, "cpu")
+    tables = Tables(optimizers={"adam": adamw_for_two_sequences})
+    chosen = choose_micro_batch(plan, ctx, tables)
+    return chosen.config.batch.micro_batch_size, chosen.num_microbatches
+
+
+def test_a_micro_batch_that_ran_out_of_memory_in_its_probe_is_halved():
+    assert run_ranks(probed_micro_batch, 2) == [(2, 4)] * 2
 
 
 def gain_run(flags: str, ranks: int, system=H200):
