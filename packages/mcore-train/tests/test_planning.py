@@ -111,6 +111,20 @@ def test_the_optimizer_has_its_own_time():
     assert longer_s == pytest.approx((muon - adam) / 2, rel=0.1)
 
 
+def test_frozen_weights_have_no_gradients_and_are_widened_in_both_passes():
+    flags = "--num-layers 8 --seq-length 4096 --global-batch-size 1"
+    whole, frozen, packed = (
+        step(f"{flags} {more}", 1).parts
+        for more in ("", "--peft lora", "--peft lora --peft-base-bits 4")
+    )
+    # Of three GEMMs two are left; the third also moves a gradient in float32.
+    assert 0.6 < frozen["gemm"] / whole["gemm"] < 2 / 3
+    assert frozen["optimizer"] < whole["optimizer"] / 20
+    # 8 layers of 218.1e6 weights, each read as 4.5 bits and written as 16.
+    widened_s = packed["other kernels"] - frozen["other kernels"]
+    assert widened_s == pytest.approx(2 * 8 * 218.1e6 * 2.5625 / 4200e9, rel=0.01)
+
+
 def test_recomputation_trades_memory_for_a_forward():
     flags = "--seq-length 8192 --global-batch-size 1"
     kept, again = config_of(flags), config_of(f"{flags} --recompute-granularity full")
