@@ -39,6 +39,7 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, layer_stacks
+from mcore_parallel.step_clock import StepClock
 from mcore_train.batches.datasets import Datasets, load_datasets
 from mcore_train.checkpoints.origin import continue_plan
 from mcore_train.composition import TrainConfig, parts
@@ -257,7 +258,7 @@ def assemble(
     recorder = None
     if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
         casts = precision.weight_casts
-        recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
+        recorder = _build_recorder(plan, chunks, data_parallel, streams, casts, ctx.clock)
     return Run(
         plan=plan,
         ctx=ctx,
@@ -325,17 +326,18 @@ def _build_recorder(
     data_parallel: GradientSync,
     streams: RngStreams,
     casts: WeightCasts,
+    clock: StepClock,
 ) -> BackwardRecorder | LayerRecorder:
     options = plan.config.run
     steps = options.cuda_graph_warmup_steps
     if options.cuda_graph_impl == "full_iteration":
-        return BackwardRecorder(data_parallel, streams, steps)
+        return BackwardRecorder(data_parallel, streams, steps, clock)
     # Experts of other ranks stay outside graphs, as all messages between ranks do.
     is_one_rank = plan.config.parallelism.expert_model_parallel_size == 1
     return LayerRecorder(
         cast("Sequence[StageModel]", chunks),
         data_parallel,
-        CudaRecorder(streams),
+        CudaRecorder(streams, clock),
         steps,
         casts,
         records_experts=is_one_rank
