@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from string import Formatter
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import cast, get_args, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -129,7 +129,7 @@ def test_an_optimizer_has_a_choice_a_rule_and_options_that_are_refused_without_i
     }
     state_bytes = {}
     for name, build in OPTIMIZERS.items():
-        moments = build(SimpleNamespace(**configs)).moments
+        moments = build(cast(TrainConfig, SimpleNamespace(**configs))).moments
         kept = sum({"fp32": 4, "bf16": 2}[dtype] for dtype in moments.values())
         in_matrix = name in optimizer_options.MATRIX_OPTIMIZERS
         state_bytes[name] = kept, OptimizerChoice(name=name).element_bytes(in_matrix=in_matrix)
