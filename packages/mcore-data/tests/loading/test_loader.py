@@ -136,13 +136,12 @@ def test_long_samples_are_made_few_at_a_time(dataset, monkeypatch):
     assert torch.equal(torch.stack(whole), torch.stack(parts))
 
 
-def private_bytes():
-    """Memory of this process and of its children that no other program shares."""
+def anonymous_bytes():
+    """Memory of this process and of its children that belongs to no file."""
     total = 0
     for process in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        private = [line.split() for line in lines if line.startswith("Private_")]
-        total += sum(int(words[1]) << 10 for words in private)
+        total += sum(int(line.split()[1]) << 10 for line in lines if line[:10] == "Anonymous:")
     return total
 
 
@@ -176,7 +175,7 @@ def test_eight_workers_leak_nothing_over_100_000_batches(tmp_path):
         assert batch["tokens"].shape == (128, 8)
         if number % 2500 == 0 and number >= 40_000:  # caches and allocators are full by then
             numbers.append(number)
-            sizes.append(private_bytes())
+            sizes.append(anonymous_bytes())
     # The smallest object of Python takes 16 bytes, in one of nine processes.
     bytes_per_batch = np.polyfit(numbers, sizes, 1)[0]
     assert bytes_per_batch < 16, (bytes_per_batch, sizes)
