@@ -132,12 +132,12 @@ def _dispatch(
 
 
 def is_first_rank() -> bool:
-    """Whether this process says what a command line means: ``launch_local``, else rank 0."""
+    """Whether this process logs notes on the command line: the launcher, else rank 0."""
     return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
 
 
 def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that are given again with other values, and the last of these."""
+    """Yield each option that is given twice with different values, and its last value."""
     given: dict[str, list[str]] = {}
     for place, word in enumerate(words):
         if word.startswith("--"):
@@ -154,6 +154,7 @@ def _usage(program: str, about: str, commands: Commands) -> str:
     width = max(map(len, commands))
     lines = "\n".join(f"  {name:{width}}  {commands[name][0]}" for name in commands)
     purpose, _, examples = about.partition("\n\n")
+    examples = examples.replace("\n\npages:\n", "\n\npages of the repository:\n")
     return (
         f"usage: {program} COMMAND ...\n\n{purpose}\n\ncommands:\n{lines}\n\n{examples}\n\n"
         f"{program} COMMAND --help shows a command's options; {program} --version its version; "
@@ -175,4 +176,6 @@ def _help_end(program: str, about: str, command: str) -> str:
         lines += [line] * is_own
     lines = ["", "examples:", *lines] if lines else []
     read = [line.split()[0] for line in pages.splitlines() if command in line.split()[1:]]
-    return "\n".join([*lines, *(["", f"see {', '.join(read)}"] if read else [])])
+    return "\n".join(
+        [*lines, *(["", f"see {', '.join(read)} of the repository"] if read else [])]
+    )

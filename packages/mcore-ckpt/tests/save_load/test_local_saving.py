@@ -124,7 +124,7 @@ def save_fail_and_load(folder):
     saver.save(5, state(50, rank), {"iteration": 5})
     mine = Path(folder) / f"rank_{rank:05d}"
     assert [path.name for path in mine.iterdir()] == [f"iter_0000005_of_{rank:05d}"]
-    with pytest.raises(ValueError, match="local step 5 is there: step 5 is no newer"):
+    with pytest.raises(ValueError, match="local step 5 exists: step 5 is not newer"):
         saver.save(5, state(0, rank))
     # A new process finds it; a rank that cannot write makes the step void on all.
     again = LocalSaver(config(folder), world)
@@ -181,11 +181,11 @@ def save_copies_and_lose_a_host(folder):
     assert_holds(shards, 60, rank)
     # A copy that is damaged is told on all ranks, and nothing is filled by halves.
     if rank == 0:
-        damaged = mine / "iter_0000006_of_00001" / "pieces.safetensors"
+        damaged = mine / "iter_0000006_of_00001" / "pieces-0.safetensors"
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1
         damaged.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"pieces\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"pieces-0\.safetensors is damaged: the check"):
         LocalSaver(options, world).load(shards)
     assert_holds(shards, 60, rank)
     shutil.rmtree(mine)

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def choose_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, num_microbatches: int
 ) -> TrainConfig:
-    """Put the best schedule in the place of auto, and log what was compared.
+    """Replace the schedule ``auto`` by the fastest, and log the candidates.
 
     Args:
         config: all options, whose only conflicts may be those of a schedule.
@@ -116,7 +116,7 @@ def estimate_memory(
     weight_bytes = 2 if config.precision.bf16 or config.precision.fp16 else 4
     pp = config.parallelism.pipeline_model_parallel_size
 
-    def estimate(shapes: Shapes, offload: OffloadConfig) -> RankBytes:
+    def estimate(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
         return rank_bytes(
             config.model,
             vocab_size,
@@ -135,6 +135,7 @@ def estimate_memory(
             fp8=config.fp8,
             weight_bytes=weight_bytes,
             decoder_seq_length=getattr(config.batch, "decoder_seq_length", 0),
+            widened_bytes=widened_bytes,
             shapes_of=lambda *_: dict(shapes),
         )
 

@@ -45,8 +45,8 @@ class StepResult:
     """Router statistics of this rank's layers, with the columns of ``mcore_moe.SUMMARY``; 0 for
     layers of other stages and layers without experts."""
     is_skipped: bool | Bool[Tensor, ""] = False
-    """Whether weights stayed as they are: scaled gradients overflowed, which the host knows, or
-    the step is a spike, which it does not know yet."""
+    """Whether the update was skipped: a bool if scaled gradients overflowed, which the host has
+    read; a tensor on the device if the step may be a spike."""
     judgement: Judgement | None = None
     """Of a run that looks for spikes."""
 
@@ -158,10 +158,7 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
     compute = partial(synced_backward, run)
-    if run.recorder is None:
-        return compute(batches)
-    with run.ctx.clock.paused():  # a graph cannot record events that are timed
-        return run.recorder(compute, batches)
+    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
 def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:

@@ -38,7 +38,7 @@ def test_the_script_has_the_documents_lines(tmp_path):
         "#SBATCH --partition=batch",
         "#SBATCH --account=llm",
         "#SBATCH --time=1-00:00:00",
-        f"#SBATCH --output={tmp_path}/run/logs/mcore-%j.out",
+        "#SBATCH --output=mcore-%j.out",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
         "#SBATCH --signal=USR1@300",
@@ -53,6 +53,8 @@ def test_the_script_has_the_documents_lines(tmp_path):
         "        --auto-resume \\",
     ):
         assert line in text.splitlines()
+    # The job makes its folders: this machine need not have the cluster's storage.
+    assert {path.name for path in tmp_path.iterdir()} == {"launch"}
 
 
 def test_a_container_is_given_to_srun_with_its_mounts_and_decides_in_the_image(tmp_path):
@@ -70,6 +72,10 @@ def test_a_container_is_given_to_srun_with_its_mounts_and_decides_in_the_image(t
     )
     assert f"srun --ntasks-per-node=1 --wait=60 {inside} \\" in text
     assert f"srun --nodes=1 --ntasks=1 --export=ALL {inside} bash -c" in text
+    # Ranks and hosts name one folder.
+    assert "job_logs=/runs/a/logs/mcore-$SLURM_JOB_ID" in text.splitlines()
+    assert "host_logs=/lustre/runs/a/logs/mcore-$SLURM_JOB_ID" in text.splitlines()
+    assert '    mkdir -p "$host_logs/attempt-$attempt"' in text.splitlines()
     lost = launch(
         *("slurm", "--container-image", "/i.sqsh", "--container-mounts", "/a:/data", "--"),
         *(*RUN, "--save", "/runs/a"),

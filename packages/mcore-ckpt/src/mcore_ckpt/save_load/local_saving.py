@@ -11,7 +11,9 @@ Reference:
 """
 
 import logging
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -26,6 +28,7 @@ from mcore_base.atomic_files import write_durably
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.claims import build_claims, piece_box
+from mcore_ckpt.save_load.loading import READERS
 from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.checksums import check_files, finalize_index
@@ -39,7 +42,8 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 _PACKAGE = "nvidia_resiliency_ext.checkpointing.local"
-_FILE = "pieces.safetensors"
+_NUM_FILES = 4
+"""Files of a rank, each with a thread of its own: checksums take longer than the disk."""
 
 Id = tuple[int, int, str]
 """Iteration, owner's rank and session: the package's id of one rank's checkpoint."""
@@ -98,6 +102,7 @@ class LocalSaver:
             ValueError: if the step is no newer, or shards contradict their pieces.
             CheckpointError: on all ranks, if one could not write; the previous step stays.
         """
+        began_s = time.monotonic()
         newest = self.latest()
         with raise_on_all_ranks(self._world):
             build_claims(shards)
@@ -114,7 +119,8 @@ class LocalSaver:
             raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
         if faults:
             log.warning("local step %s is complete, but lacks copies: %s", step, faults)
-        log.info("saved local step %s to %s", step, self._files.folder)
+        took_s = time.monotonic() - began_s
+        log.info("saved local step %s to %s in %.1f s", step, self._files.folder, took_s)
 
     def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
         """Fill this rank's pieces from the newest step, from any host that has a copy.
@@ -132,16 +138,27 @@ class LocalSaver:
             ValueError: if there is no step, or it was saved under another layout.
             CheckpointError: if files are damaged.
         """
+        began_s = time.monotonic()
         newest = self.latest()
         if newest is None:
             raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
-        state = self._fetch_remote(newest)
+        mine = _State.of(shards, {})
+        state = self._fetch(newest, mine)
         with raise_on_all_ranks(self._world):
-            state.fill(shards)
+            mine.check_same(state.keys)
+            if state is not mine:
+                for target, source in zip(mine.tensors, state.tensors, strict=True):
+                    target.copy_(source)
+        took_s = time.monotonic() - began_s
+        log.info("read local step %s from %s in %.1f s", newest, self._files.folder, took_s)
         return state.extra
 
-    def _fetch_remote(self, step: int) -> "_State":
-        """Read this rank's own state, or receive it; send copies to ranks that lost theirs."""
+    def _fetch(self, step: int, mine: "_State") -> "_State":
+        """Read this rank's state into its shards, or receive it; send copies to other ranks.
+
+        Returns:
+            ``mine``, filled, or the state that another rank sent.
+        """
         world = self._world
         held = gather_json(self._files.owners(step), world)
         # The first rank with a copy sends it, only to an owner without its own.
@@ -150,12 +167,16 @@ class LocalSaver:
         givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
         with raise_on_all_ranks(world):
             owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
-            given = {owner: self._files.read(step, owner) for owner in owners}
+            given = {
+                owner: self._files.read(step, owner, mine if owner == world.rank else None)
+                for owner in owners
+            }
         hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
         reports = {
             int(o): what for each in gather_json(hollow, world) for o, what in each.items()
         }
-        mine = given[world.rank] if world.rank in given else _State.empty(*reports[world.rank])
+        if world.rank not in given:
+            mine = _State.empty(*reports[world.rank])
         tensors = {owner: list(state.tensors) for owner, state in given.items()}
         tensors[world.rank] = list(mine.tensors)
         moves = [
@@ -233,23 +254,22 @@ class _State:
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: ARG002
-        # Always complete: the copies are written next.
-        self._tensors = [tensor.to("cpu", copy=True) for tensor in self._tensors]
+        # The files' threads copy slab by slab, on streams of their own.
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: ARG002
-        # They stay on the host: ``fill`` copies them into the shards.
+        # They are where they were read to.
         assert not self.is_hollow
 
-    def fill(self, shards: Mapping[str, Shard]) -> None:
-        mine = _State.of(shards, {})
-        if mine.keys != self.keys:
+    def check_same(self, keys: Sequence[Sequence[Any]]) -> None:
+        """Raise ValueError unless ``keys`` are this state's."""
+        if self.keys != list(keys):
             raise ValueError(
                 "the local checkpoint was saved under another layout or of another model, and "
                 "cannot be resharded: leave --non-persistent-local-ckpt-dir out, or start with "
                 "the ranks and parallel sizes of that run."
             )
-        for target, source in zip(mine.tensors, self.tensors, strict=True):
-            target.copy_(source)
 
 
 class _Files:
@@ -284,22 +304,31 @@ class _Files:
         except Exception as error:  # noqa: BLE001 - raised by all ranks in LocalSaver.save
             self.failure = str(error) or repr(error)
 
-    def read(self, iteration: int, rank: int) -> _State:
+    def read(self, iteration: int, rank: int, target: _State | None = None) -> _State:
+        """Read one checkpoint into the tensors of ``target``, or of a new state on the CPU."""
         folder = self.where(iteration, rank)
         index = read_index(folder)
         check_files(folder, index)
         kinds = {name: str(dtype) for name, dtype in DTYPES.items()}
-        keys, tensors = [], []
-        with Reader(folder) as reader:
-            for name, entry in index.tensors.items():
-                for chunk in entry.chunks:
-                    box = (chunk.offsets, chunk.lengths)
-                    data = torch.empty(chunk.lengths, dtype=DTYPES[entry.dtype])
-                    if data.numel():
-                        reader.read(name, entry, chunk, box, data)
-                    keys.append((name, entry.shape, kinds[entry.dtype], *box))
-                    tensors.append(data)
-        return _State(keys, tensors, index.extra)
+        jobs = [
+            (name, entry, chunk, (chunk.offsets, chunk.lengths))
+            for name, entry in index.tensors.items()
+            for chunk in entry.chunks
+        ]
+        keys = [(name, e.shape, kinds[e.dtype], *box) for name, e, _, box in jobs]
+        if target is None:
+            target = _State.empty(keys, index.extra)
+        target.check_same(keys)
+        target.extra = dict(index.extra)
+        with Reader(folder) as reader, ThreadPoolExecutor(READERS) as pool:
+            reads = [
+                pool.submit(reader.read, *job, tensor)
+                for job, tensor in zip(jobs, target.tensors, strict=True)
+                if tensor.numel()
+            ]
+            for each in reads:
+                each.result()
+        return target
 
     def delete(self, iterations: Container[int]) -> None:
         for iteration, _, folder in self.all():
@@ -315,19 +344,34 @@ def _write(folder: Path, state: _State) -> None:
             zip(state.keys, state.tensors, strict=True)
         )
     ]
-    written = write_file(folder / _FILE, items)
+    # The largest first, each to the file with the fewest bytes.
+    contents: list[list[int]] = [[] for _ in range(_NUM_FILES)]
+    sizes = [0] * _NUM_FILES
+    for number in sorted(range(len(items)), key=lambda number: -items[number].num_bytes):
+        smallest = sizes.index(min(sizes))
+        contents[smallest].append(number)
+        sizes[smallest] += items[number].num_bytes
+    files = [f"pieces-{number}.safetensors" for number in range(_NUM_FILES)]
+    with ThreadPoolExecutor(_NUM_FILES) as pool:
+        written = pool.map(
+            lambda file, numbers: write_file(folder / file, [items[n] for n in numbers]),
+            *(files, contents),
+        )
+        entries, places = {}, {}
+        for file, numbers, result in zip(files, contents, written, strict=True):
+            entries[file] = result.entry
+            places |= {n: (file, s) for n, s in zip(numbers, result.sections, strict=True)}
     chunks: dict[str, tuple[TensorEntry, list[StoredBox]]] = {}
-    for (name, shape, dtype, offsets, lengths), place in zip(
-        state.keys, written.sections, strict=True
-    ):
+    for number, (name, shape, dtype, offsets, lengths) in enumerate(state.keys):
+        file, place = places[number]
         entry = TensorEntry(tuple(shape), names[dtype], ())
-        chunk = StoredBox(_FILE, place.offset, tuple(offsets), tuple(lengths), place.checksums)
+        chunk = StoredBox(file, place.offset, tuple(offsets), tuple(lengths), place.checksums)
         chunks.setdefault(name, (entry, []))[1].append(chunk)
     tensors = {
         name: TensorEntry(entry.shape, entry.dtype, tuple(mine))
         for name, (entry, mine) in chunks.items()
     }
-    index = Index(tensors, state.extra, {_FILE: written.entry})
+    index = Index(tensors, state.extra, entries)
     write_durably(folder / INDEX, finalize_index(index, folder))
 
 

@@ -110,7 +110,6 @@ class OpenAIReply(Reply):
         kind: str,
         id_prefix: str,
     ) -> None:
-        """Create the id and the fields that all events share."""
         super().__init__(served, requests, answers)
         self.is_stream = body.stream
         self._sends_usage = body.stream_options.include_usage

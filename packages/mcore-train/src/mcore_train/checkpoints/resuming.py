@@ -200,6 +200,8 @@ def _load(run: Run) -> Run:
 def _load_local(run: Run, folder: Path | None) -> Run | None:
     """Continue from the hosts' disks, if their step is at least as new as that of ``--load``.
 
+    With ``--auto-resume`` also before ``--save`` has a step: a local step is this run's own.
+
     Returns:
         The run as ``load_run`` returns it; None if it does not continue from there.
 
@@ -208,12 +210,15 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     """
     config = run.plan.config
     options, local = starting_point(config), config.local_saving
-    if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
+    resumes = config.loading.auto_resume
+    loads_state = bool(options.load) and not options.finetune
+    if not local.non_persistent_local_ckpt_dir or not (resumes or loads_state):
         return None
     saver = LocalSaver(local, run.ctx.world)
     step = saver.latest()
-    lasting = -1 if folder is None else read_index(folder).extra.get("iteration", -1)
-    if options.ckpt_step or step is None or step < lasting:
+    has_steps = folder is not None and not options.finetune
+    lasting = read_index(folder).extra.get("iteration", -1) if has_steps else -1
+    if step is None or step < lasting or (options.ckpt_step and not resumes):
         return None
     shards = state_shards(run)
     rng = rng_shards(run)

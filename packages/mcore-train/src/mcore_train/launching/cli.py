@@ -107,12 +107,12 @@ def _render(verb: str, words: list[str]) -> int:
     """Check both sides of the command line, render, and submit if asked to."""
     from mcore_train.launching.job import build_job
 
-    own, command = _split(words)
+    launcher_words, command = _split(words)
     options_type, render, sees_files = LAUNCHERS[verb]
-    if set(own) & set(HELP_FLAGS):
-        parse_options(options_type, f"{PROGRAM} {verb}", own)
+    if set(launcher_words) & set(HELP_FLAGS):
+        parse_options(options_type, f"{PROGRAM} {verb}", launcher_words)
     faults = FaultCollector()
-    build = read_options(options_type, f"{PROGRAM} {verb}", own, faults)
+    build = read_options(options_type, f"{PROGRAM} {verb}", launcher_words, faults)
     options = build() if build is not None else options_type()
     container = getattr(options, "container", None)
     job = build_job(
@@ -142,8 +142,6 @@ def _render(verb: str, words: list[str]) -> int:
     for name, text in rendered.items():
         (folder / name).write_text(text)
         print(folder / name)
-    if sees_files and not (container and container.container_image):
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
     return _submit(options.submission, lambda: submit(folder))
 
 
@@ -188,8 +186,8 @@ def _kubernetes(job: Any, options: KubernetesOptions) -> Rendered:
     from mcore_train.launching import clients, kubernetes
 
     resources = kubernetes.render(job, options.kubernetes, options.container)
-    own = options.kubernetes
-    job_id = f"{own.namespace}/{own.kind}/{options.job.job_name}"
+    kind = options.kubernetes.kind
+    job_id = f"{options.kubernetes.namespace}/{kind}/{options.job.job_name}"
     files = {kubernetes.FILE: kubernetes.yaml_text(resources)}
     return files, lambda folder: clients.submit_kubernetes(folder / kubernetes.FILE, job_id)
 

@@ -56,8 +56,8 @@ def client_of(job_id: str) -> Client:
             ("sky", "jobs", "logs", "--no-follow", "--name", rest),
             ("sky", "jobs", "cancel", "--yes", "--name", rest),
         )
-    if found := re.fullmatch(r"([\w-]+)/(\w+)/([\w-]+)", job_id):
-        namespace, kind, name = found.groups()
+    if match := re.fullmatch(r"([\w-]+)/(\w+)/([\w-]+)", job_id):
+        namespace, kind, name = match.groups()
         kubectl = ("kubectl", "--namespace", namespace)
         label = f"{_POD_LABELS.get(kind, _JOB_SET_LABEL)}={name}"
         conditions = '{range .status.conditions[?(@.status=="True")]}{.type}{"\\n"}{end}'
@@ -101,28 +101,28 @@ def submit_sky(task: Path, name: str) -> str:
 
 def status(job_id: str) -> str:
     """Return a job's state as its scheduler tells it; a Slurm job that left the queue too."""
-    found = _attempt(client_of(job_id).status)
+    queued = _attempt(client_of(job_id).status)
     if not job_id.isdecimal():
         if job_id.startswith("sky/"):
             name = job_id[4:]
-            return "\n".join(line for line in found.splitlines() if name in line.split())
-        return found.strip()
-    if found.strip():
-        return found.strip()
+            return "\n".join(line for line in queued.splitlines() if name in line.split())
+        return queued.strip()
+    if queued.strip():
+        return queued.strip()
     fields = "JobID,State,Elapsed,NNodes,ExitCode"
     words = ("sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2")
     if accounted := _attempt((*words, "--format", fields)).strip():
         return accounted.replace("|", " ")
-    shown = _slurm_fields(run(client_of(job_id).logs))
-    return f"{job_id} {shown['JobState']} {shown['RunTime']} {shown['ExitCode']}"
+    values = _slurm_fields(run(client_of(job_id).logs))
+    return f"{job_id} {values['JobState']} {values['RunTime']} {values['ExitCode']}"
 
 
 def logs(job_id: str) -> str:
     """Return what a job has printed."""
-    found = run(client_of(job_id).logs)
+    output = run(client_of(job_id).logs)
     if not job_id.isdecimal():
-        return found
-    file = Path(_slurm_fields(found)["StdOut"])
+        return output
+    file = Path(_slurm_fields(output)["StdOut"])
     if not file.is_file():
         raise FileNotFoundError(f"job {job_id} has not written {file} yet.")
     return file.read_text(errors="replace")
@@ -164,8 +164,8 @@ def run(command: Sequence[str]) -> str:
             f"{command[0]} is not on PATH: run this command on a host that has it."
         ) from None
     if done.returncode:
-        told = (done.stderr or done.stdout).strip()
-        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {told}")
+        message = (done.stderr or done.stdout).strip()
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {message}")
     return done.stdout
 
 

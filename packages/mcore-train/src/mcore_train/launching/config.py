@@ -140,6 +140,15 @@ class ContainerConfig(Options):
         """Folders in the container that mounts bring."""
         return tuple(mount.split(":")[1].rstrip("/") or "/" for mount in self.container_mounts)
 
+    def on_host(self, path: str) -> str:
+        """Return the name that a Slurm job's hosts have for a path in the container."""
+        mounts = zip(self.targets, self.container_mounts, strict=True)
+        for target, mount in sorted(mounts, key=lambda pair: -len(pair[0])):
+            below = target.rstrip("/")
+            if f"{path}/".startswith(f"{below}/"):
+                return mount.split(":")[0].rstrip("/") + path[len(below) :]
+        return path
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig(Options):

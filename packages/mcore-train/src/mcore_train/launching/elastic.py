@@ -49,24 +49,24 @@ def layouts_by_hosts(
         raise ValueError(
             f"--elastic-options {', '.join(sorted(unknown))}: no such option of training."
         )
-    found: dict[int, tuple[str, ...]] = {}
+    layouts: dict[int, tuple[str, ...]] = {}
     for hosts in range(config.min_nodes, config.nodes):
         world_size = hosts * config.nproc_per_node
         if is_valid((), world_size):
-            found[hosts] = ()
+            layouts[hosts] = ()
         elif (flags := _planned(config, train, plan, family, world_size, is_valid)) is not None:
-            found[hosts] = flags
+            layouts[hosts] = flags
             log.info("with %d hosts the job runs with %s", hosts, " ".join(flags))
-    if not found:
+    if not layouts:
         raise ValueError(
             f"--min-nodes {config.min_nodes}: no layout that differs in "
             f"{', '.join(flag(name) for name in sorted(allowed))} fits fewer than "
             f"{config.nodes} hosts. Name more options in --elastic-options, or leave "
             "--min-nodes out."
         )
-    if unused := sorted(set(range(config.min_nodes, config.nodes)) - found.keys()):
+    if unused := sorted(set(range(config.min_nodes, config.nodes)) - layouts.keys()):
         log.info("no layout for %s hosts: the job never starts with them", unused)
-    return {**found, config.nodes: ()}
+    return {**layouts, config.nodes: ()}
 
 
 def _planned(

@@ -86,9 +86,12 @@ def build_job(
             f"not {name!r}: mcore-train launch slurm --nodes 8 -- gpt --recipe run.toml."
         )
         return None
-    hidden = () if sees_files else container.targets
-    decides = {"--auto-resume", "--no-auto-resume"} & {canonical(word) for word in flags}
-    checked = _check_command(name, flags, config.world_size, hidden, bool(decides), faults)
+    remote_folders = () if sees_files else container.targets
+    resume_flags = {"--auto-resume", "--no-auto-resume"} & {canonical(word) for word in flags}
+    check = partial(
+        _check_command, remote_folders=remote_folders, decides_resuming=bool(resume_flags)
+    )
+    checked = check(name, flags, config.world_size, faults=faults)
     if checked is None:
         return None
     train, plan = checked
@@ -117,14 +120,14 @@ def build_job(
             train = replace(train, batch=batch)
 
         def is_valid(more: Sequence[str], world_size: int) -> bool:
-            own = FaultCollector()
-            _check_command(name, [*flags, *more], world_size, hidden, bool(decides), own)
-            return not own.lines
+            layout_faults = FaultCollector()
+            check(name, [*flags, *more], world_size, faults=layout_faults)
+            return not layout_faults.lines
 
         family = FAMILY_COMMANDS[name].family
         layouts = faults.attempt(layouts_by_hosts, config, train, plan, family, is_valid) or {}
     command = [name, *flags]
-    if save and not decides:
+    if save and not resume_flags:
         command.append("--auto-resume")
         log.info("--auto-resume is added: a restarted job continues from the newest saved step")
     if train.saving.overwrite:
@@ -132,8 +135,8 @@ def build_job(
             "--overwrite would delete the run at each restart: delete the folder before, or "
             "give another --save."
         )
-    below = save if save and not is_store(as_path(save)) else workdir
-    log_dir = os.path.normpath(Path(workdir) / (config.log_dir or f"{below}/logs"))
+    log_parent = save if save and not is_store(as_path(save)) else workdir
+    log_dir = os.path.normpath(Path(workdir) / (config.log_dir or f"{log_parent}/logs"))
     faults.attempt(_check_mounts, container, {"--log-dir": log_dir, "--save": save})
     return Job(
         config=config,
@@ -156,7 +159,8 @@ def _check_command(
     name: str,
     flags: Sequence[str],
     world_size: int,
-    hidden: Sequence[str],
+    *,
+    remote_folders: Sequence[str],
     decides_resuming: bool,
     faults: FaultCollector,
 ) -> tuple[TrainConfig, Plan | None] | None:
@@ -166,30 +170,35 @@ def _check_command(
         name: of the command.
         flags: of the command.
         world_size: ranks of the job.
-        hidden: folders that only the job's hosts have; faults of files in them are dropped.
+        remote_folders: that only the job's hosts have; faults of files in them are dropped.
         decides_resuming: whether the flags have ``--auto-resume`` or its opposite; else a run
             that saves resumes.
-        faults: takes the others.
+        faults: takes all others.
     """
     command = FAMILY_COMMANDS[name]
-    own, plans = FaultCollector(), []
+    command_faults, plans = FaultCollector(), []
 
     def check(config: TrainConfig) -> None:
         if config.saving.save and not decides_resuming:
             config = replace(config, loading=replace(config.loading, auto_resume=True))
         plans.append(build_checked_plan(_for_gpus(config), world_size, command.family))
 
-    config = own.attempt(
+    config = command_faults.attempt(
         partial(parse, needs=command.needs, check=check),
         *(flags, f"mcore-train {name}", command.run, command.beginning),
     )
     if config is not None:
-        own.attempt(check, config)
-    kept = [line for line in own.lines if not any(f"{folder}/" in line for folder in hidden)]
+        command_faults.attempt(check, config)
+    kept = [
+        line
+        for line in command_faults.lines
+        if not any(f"{folder}/" in line for folder in remote_folders)
+    ]
     if kept:
         faults.add_error(OptionsError(kept))
-    elif own.lines:
-        log.info("left to the job's hosts, which have the files: %s", "; ".join(own.lines))
+    elif command_faults.lines:
+        left = "; ".join(command_faults.lines)
+        log.info("left to the job's hosts, which have the files: %s", left)
     return None if config is None else (config, plans[0] if plans else None)
 
 
@@ -244,9 +253,9 @@ def _check_mounts(container: ContainerConfig, paths: dict[str, str]) -> None:
     """Refuse a path that all hosts share and that no mount brings into the container."""
     if not container.container_image:
         return
-    shown = ", ".join(container.targets) or "none given"
+    targets = ", ".join(container.targets) or "none given"
     outside = [
-        f"{option} {path} is in none of --container-mounts ({shown}): it would be lost with "
+        f"{option} {path} is in none of --container-mounts ({targets}): it would be lost with "
         "the container."
         for option, path in paths.items()
         if path and not is_store(as_path(path)) and not _is_inside(container, path)

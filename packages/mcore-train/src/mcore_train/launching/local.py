@@ -183,12 +183,12 @@ def _signal_all(number: int) -> None:
 
 def _descendants(process: int) -> list[int]:
     """List the processes below one, by /proc."""
-    found = []
+    descendants = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, task.read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
+                descendants += [child, *_descendants(child)]
+    return descendants
 
 
 def _reap() -> None:

@@ -74,7 +74,7 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
         OptionsError: (a ValueError) on all hosts, with every fault and what to do about it.
     """
     num_hosts, rank = _host_place()
-    if is_store(as_path(save)) if save else False:
+    if save and is_store(as_path(save)):
         save = ""
     folder = Path(logs) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,21 +87,21 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
         "folders": _measure_folders([save, logs], is_writer=rank == 0),
         "xids": probes.xids(probes.kernel_log()) if has_gpus else [],
     }
-    own = folder / f"host-{rank}.json"
+    own_file = folder / f"host-{rank}.json"
     host = facts["names"]["host"]
-    other = json.loads(own.read_text())["names"]["host"] if own.exists() else host
+    other = json.loads(own_file.read_text())["names"]["host"] if own_file.exists() else host
     if other != host:
         raise OptionsError(
             [f"hosts {other} and {host} both have NODE_RANK {rank}: start each once."]
         )
     temporary = folder / f".host-{rank}.{os.getpid()}"
     temporary.write_text(json.dumps(facts))
-    temporary.rename(own)
-    found = _wait_for_hosts(folder, range(num_hosts), num_hosts, timeout_s)
+    temporary.rename(own_file)
+    hosts = _wait_for_hosts(folder, range(num_hosts), num_hosts, timeout_s)
     if rank == 0:
         _remove_marks([save, logs])
     options = DoctorOptions(save=save, log_dir=logs, device="cuda" if has_gpus else "cpu")
-    results = judge(of_ranks(found), DoctorConfig(options=options), CHECKS)
+    results = judge(of_ranks(hosts), DoctorConfig(options=options), CHECKS)
     lines = []
     for result in results:
         for problem in result.problems:
@@ -117,12 +117,12 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
 
 def of_ranks(hosts: Sequence[Facts]) -> list[Facts]:
     """Repeat the facts of each host for each of the ranks that it is to start."""
-    found: list[Facts] = []
+    ranks: list[Facts] = []
     for host in hosts:
         for local_rank in range(host["num_ranks"]):
             gpu = {"gpu": host["gpus"][local_rank]} if host["gpus"] else {}
-            found.append({**host, **gpu, "rank": len(found), "local_rank": local_rank})
-    return found
+            ranks.append({**host, **gpu, "rank": len(ranks), "local_rank": local_rank})
+    return ranks
 
 
 def _host_place() -> tuple[int, int]:
@@ -144,13 +144,13 @@ def _mark(path: str) -> str:
 
 
 def _measure_folders(paths: Sequence[str], *, is_writer: bool) -> list[dict[str, Any]]:
-    found = []
+    folders = []
     for path in filter(None, paths):
         measured = probes.folder(path, _mark(path), is_writer=is_writer)
         if not measured["error"]:
             measured["is_shared"] = probes.sees_token(path, _mark(path))
-        found.append(measured)
-    return found
+        folders.append(measured)
+    return folders
 
 
 def _remove_marks(paths: Sequence[str]) -> None:

@@ -160,12 +160,12 @@ def _failure(logs: Path) -> dict[str, Any]:
 
 def read_history(file: Path) -> list[Attempt]:
     """Read the attempts of a job; a line that a kill cut is left out."""
-    found = []
+    attempts = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         row.pop("attempt", None)
-        found.append(Attempt(**row))
-    return found
+        attempts.append(Attempt(**row))
+    return attempts

@@ -1,7 +1,6 @@
 """Slurm: the batch script of a job, with restarts inside and requeueing around."""
 
 import shlex
-from pathlib import Path
 
 from mcore_train.launching.config import ContainerConfig, SlurmConfig
 from mcore_train.launching.job import Job, host_script, next_command
@@ -31,17 +30,25 @@ def render(job: Job, slurm: SlurmConfig, container: ContainerConfig) -> str:
             f"        {shlex.quote(chosen)}"
         )
     workdir = "" if inside else f"cd {shlex.quote(job.workdir)}\n"
+    log_dirs = f"job_logs={shlex.quote(job.log_dir)}/{config.job_name}-$SLURM_JOB_ID"
+    logs_on_host = "$job_logs"
+    if inside:
+        log_dirs += f"""
+# The same folder, as the hosts name it outside of the container.
+host_logs={shlex.quote(container.on_host(job.log_dir))}/{config.job_name}-$SLURM_JOB_ID"""
+        logs_on_host = "$host_logs"
     return f"""#!/usr/bin/env bash
 {_directives(job, slurm)}
 # Rendered by mcore-train launch slurm. Each host runs HOST_SCRIPT once; output of every rank
-# is in {job.log_dir}/{config.job_name}-JOB/attempt-N/host-N.
+# is in {job.log_dir}/{config.job_name}-JOB/attempt-N/host-N, that of this script and of each
+# host's first rank in the folder in which sbatch is called.
 set -euo pipefail
 {workdir}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 NNODES=$SLURM_JOB_NUM_NODES
 WORLD_SIZE=$((NNODES * {config.nproc_per_node}))
 export MASTER_ADDR NNODES WORLD_SIZE
-job_logs={shlex.quote(job.log_dir)}/{config.job_name}-$SLURM_JOB_ID
+{log_dirs}
 
 HOST_SCRIPT=$(
     cat << 'END_OF_HOST_SCRIPT'
@@ -51,11 +58,11 @@ HOST_SCRIPT=$(
 attempt=0
 while true; do
     # A requeued job goes on counting, so that no log is written over.
-    while [ -e "$job_logs/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
+    while [ -e "{logs_on_host}/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
     MCORE_LOGS=$job_logs/attempt-$attempt
     MASTER_PORT=$(({config.master_port} + attempt % 100))
     export MCORE_LOGS MASTER_PORT
-    mkdir -p "$MCORE_LOGS"
+    mkdir -p "{logs_on_host}/attempt-$attempt"
     echo "attempt $attempt on $SLURM_JOB_NODELIST, logs in $MCORE_LOGS"
 
     status=0
@@ -93,7 +100,6 @@ def _directives(job: Job, slurm: SlurmConfig) -> str:
     gpus = slurm.gpus_per_node
     if gpus < 0:
         gpus = config.nproc_per_node if job.uses_gpus else 0
-    log_dir = Path(job.log_dir)
     words = [
         f"job-name={config.job_name}",
         f"nodes={config.min_nodes}-{config.nodes}" if job.layouts else f"nodes={config.nodes}",
@@ -103,7 +109,8 @@ def _directives(job: Job, slurm: SlurmConfig) -> str:
         f"account={slurm.slurm_account}" if slurm.slurm_account else "",
         f"qos={slurm.slurm_qos}" if slurm.slurm_qos else "",
         f"time={slurm.time_limit}" if slurm.time_limit else "",
-        f"output={log_dir}/{config.job_name}-%j.out",
+        # Slurm makes no folder for it, and this machine may not be one of the cluster's.
+        f"output={config.job_name}-%j.out",
         "open-mode=append",
         "requeue" if slurm.requeue else "no-requeue",
         f"signal=USR1@{slurm.signal_before_s}" if slurm.signal_before_s else "",
