@@ -13,13 +13,15 @@ from warm_ranks import run_ranks
 
 from mcore_models.config import RecomputeConfig
 from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.update_rule import AVERAGE
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.layout_check.certificate import Certificate, Line
 from mcore_train.layout_check.rows import build_rows
 from mcore_train.layout_check.small_run import build_small_run
-from mcore_train.layout_check.trial import build_run, whole_weights
+from mcore_train.layout_check.trial import build_run, run_trial, whole_weights
 from mcore_train.layout_check.verification import (
     alone,
     conclude,
@@ -56,6 +58,25 @@ def test_the_command_of_the_readme(tmp_path, monkeypatch):
     tolerances = {line["tolerance"] for line in table["lines"] if line["what"] in exact}
     assert tolerances == {1e-10}
     assert any("GPU" in note for note in table["unchecked"])
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_state_that_a_checkpoint_leaves_out_is_missed(is_saved, tmp_path, monkeypatch):
+    """The averages begin anew at a resume, and nothing that is saved again differs."""
+    listed = DistributedOptimizer.named_shards
+
+    def without_averages(optimizer):
+        found = listed(optimizer)
+        return {name: found[name] for name in found if not name.startswith(f"{AVERAGE}.")}
+
+    if not is_saved:
+        monkeypatch.setattr(DistributedOptimizer, "named_shards", without_averages)
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    one = {"tensor_model_parallel_size": 1, "train_iters": 2, "ema_decay": 0.5}
+    plan = resolve(compose(FLAGS | sizes | one), 1)
+    context, rows = ParallelContext.single(), build_rows(plan)
+    trial = run_trial(plan, context, rows, folder=tmp_path, saved_step=1)
+    assert (trial.resumed == trial.final) == is_saved
 
 
 def test_one_rank_alone_sees_the_same_micro_batches():

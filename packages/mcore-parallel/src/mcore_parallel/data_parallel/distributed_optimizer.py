@@ -326,6 +326,14 @@ class DistributedOptimizer:
             )
         ]
 
+    def own_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield main weights and moments of this rank by name, whatever a checkpoint holds."""
+        for segment in (s for each in self._segments.values() for s in each):
+            ranges, stop = segment.unit.owned_ranges(), segment.begin + segment.main.numel()
+            for owned in clipped(ranges, segment.begin, stop):
+                for kind, flat in {"main": segment.main, **segment.moments}.items():
+                    yield f"{kind}.{owned.named.name}", owned.view(flat)
+
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
 

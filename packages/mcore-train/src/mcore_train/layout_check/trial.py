@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_models.protocol import MicroBatch, TrainableModel
@@ -306,7 +307,9 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
 
     Args:
         run: whose steps are all done.
-        with_streams: hash the random streams too, which only the same layout continues.
+        with_streams: hash the random streams too, which only the same layout continues, and the
+            optimizer's state once more as each rank holds it: a state that a checkpoint lacks
+            is missing in its list of names too.
         with_loss_scale: hash the loss scale, which only another fp16 run continues.
     """
     shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
@@ -325,6 +328,12 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
     for name in sorted(state):
         digest.update(name.encode())
         digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
+    if with_streams:
+        own = hashlib.sha256()
+        for name, tensor in run.optimizer.own_state():
+            own.update(name.encode())
+            own.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(repr(gather_json(own.hexdigest(), run.ctx.world)).encode())
     return digest.hexdigest()
 
 
