@@ -4,9 +4,11 @@ Rows are read in order, batch by batch, and sent to the workers as an Arrow stre
 columns to tokenize; a file of any size takes the memory of one batch.
 """
 
+import codecs
+import csv
 import io
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -19,6 +21,7 @@ CSVS = (".csv", ".tsv")
 """Lower-case suffixes of tables as text, which may be compressed as a whole."""
 _PARQUET = TABLES[:2]
 _LONGEST_CSV_ROW = 64 << 20
+_CSV_ROWS = 1000
 _ARROW_MAGIC = b"ARROW1"
 
 
@@ -183,28 +186,43 @@ def _is_csv(source: InputSource) -> bool:
 
 
 def _read_csv(source: InputSource, stored: Any, keys: Sequence[str]) -> Iterator[Any]:
-    """Yield the record batches of a CSV file with a line of names; all values are text."""
-    import pyarrow
-    from pyarrow import csv
+    """Yield the record batches of a CSV file with a line of names; all values are text.
 
-    is_tabbed = ".tsv" in source.path.lower()
+    Arrow's CSV reader takes a file that ends inside a quoted value for a whole one, so the rows
+    are read by Python's reader, strictly.
+    """
+    import pyarrow
+
+    lines = codecs.iterdecode(open_compressed(stored, source.codec), "utf-8-sig")
+    csv.field_size_limit(_LONGEST_CSV_ROW)
+    delimiter = "\t" if ".tsv" in source.path.lower() else ","
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
-        reader = csv.open_csv(
-            pyarrow.PythonFile(open_compressed(stored, source.codec), mode="r"),
-            csv.ReadOptions(use_threads=False, block_size=_LONGEST_CSV_ROW),
-            csv.ParseOptions(delimiter="\t" if is_tabbed else ",", newlines_in_values=True),
-            csv.ConvertOptions(
-                include_columns=list(keys),
-                column_types={key: pyarrow.string() for key in keys},
-                null_values=[],
-            ),
-        )
-    except KeyError as error:
-        raise ValueError(
-            f"{source.path}: {error.args[0]}. Its first line must have the names of "
-            "--json-keys."
-        ) from None
-    yield from reader
+        names = next(reader, [])
+        missing = [key for key in keys if key not in names]
+        if missing:
+            raise ValueError(
+                f"{source.path} has no column {missing[0]!r} (columns: {', '.join(names)}). "
+                "Its first line must have the names of --json-keys."
+            )
+        indices = [names.index(key) for key in keys]
+        rows = (_whole_row(row, len(names), reader.line_num) for row in reader if row)
+        while batch := list(islice(rows, _CSV_ROWS)):
+            columns = [
+                pyarrow.array([row[i] for row in batch], pyarrow.string()) for i in indices
+            ]
+            yield pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
+    except csv.Error as error:
+        raise OSError(f"line {reader.line_num}: {error}") from error
+    except (UnicodeDecodeError, EOFError) as error:
+        raise OSError(str(error)) from error
+
+
+def _whole_row(row: list[str], num_columns: int, line: int) -> list[str]:
+    """Return a row; raise if it has not one value for each column."""
+    if len(row) != num_columns:
+        raise OSError(f"line {line}: {len(row)} values in a row of {num_columns} columns")
+    return row
 
 
 def _project(source: InputSource, batch: Any, keys: Sequence[str]) -> Any:
