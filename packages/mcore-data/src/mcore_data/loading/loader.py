@@ -7,6 +7,7 @@ a time and cut into micro-batches as views; worker processes prepare them while 
 import signal
 import warnings
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.util import Finalize
@@ -79,9 +80,7 @@ def build_loader(
     # Datasets without ``batch`` may have rows of another length in each micro-batch.
     is_joint = hasattr(dataset, "batch")
     num_joined = max(1, _samples_at_once(dataset) // micro_batch_size) if is_joint else 1
-    with warnings.catch_warnings():
-        # More workers than cores are useful, since some wait for files.
-        warnings.filterwarnings("ignore", "This DataLoader will create")
+    with _many_workers_allowed():
         loader = DataLoader(
             _Batches(dataset),  # pyrefly: ignore
             batch_sampler=_Grouped(sampler, num_joined),
@@ -99,6 +98,14 @@ def build_loader(
     return _MicroBatches(loader, sampler, micro_batch_size)
 
 
+@contextmanager
+def _many_workers_allowed() -> Iterator[None]:
+    """Hide torch's warning of more workers than cores; some wait for files."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
 def _ignore_signals(_worker: int) -> None:
     """Ignore signals to the job in a worker: the main process decides how to end."""
     for number in _OF_A_JOB:
@@ -107,8 +114,10 @@ def _ignore_signals(_worker: int) -> None:
 
 def _end_workers(loader: ReferenceType[DataLoader]) -> None:
     """Kill the workers of a loader that still exists when this process exits."""
-    iterator = getattr(loader(), "_iterator", None)
-    for worker in getattr(iterator, "_workers", ()):
+    workers = getattr(getattr(loader(), "_iterator", None), "_workers", ())
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for killed ones
+    for worker in workers:
         worker.kill()
 
 
@@ -130,7 +139,9 @@ class _MicroBatches:
         return len(self.sampler)  # pyrefly: ignore[bad-argument-type] an endless one has none
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in self.loader:
+        with _many_workers_allowed():
+            batches = iter(self.loader)
+        for batch in batches:
             size = len(next(iter(batch.values())))
             for first in range(0, size, self.micro_batch_size):
                 yield {
