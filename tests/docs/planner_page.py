@@ -44,7 +44,7 @@ REMOVED += ("--mlp-backend torch", "--nccl-communicator-config-path /tmp/nccl.to
 HELD_OUT = ("llama-2-13b", "llama-30b", "llama-70b", "llama-3-8b-262k", "llama-3-8b-long")
 HELD_OUT += ("llama-3-8b-mtp", "llama-3-8b-pp", "llama-3-8b-16-layers-pp2", "nemotron")
 HELD_OUT += ("llama-3-8b-8-layers-h200-x2-pp2", "llama-3-8b-h200-x2-zero1")
-HELD_OUT += ("fp8-param-gather", "llama-3-8b-8-layers-long", "unmeasured", "qlora")
+HELD_OUT += ("fp8-param-gather", "llama-3-8b-8-layers-long", "unmeasured")
 """Files from which no constant was set."""
 
 

@@ -505,6 +505,8 @@ MESSAGES = {
     "HTTPError: 401 Client Error: Unauthorized for url: https://hub/x": "permission",
     "ValueError: loss is nan at iteration 30": "nan",
     "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.": "nan",
+    "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
+    "op.preamble.length <= op.nbytes. 56 vs 36.": "collective_mismatch",
     "RuntimeError: No CUDA GPUs are available": "hardware",
     "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable": "hardware",
     "NCCL WARN Cuda failure 'uncorrectable ECC error encountered'": "hardware",

@@ -236,7 +236,7 @@ RULES: tuple[Rule, ...] = (
         r"the store is gone|cannot reach the store|the store has not answered|"
         r"Some NCCL operations have failed|taking the entire process down|"
         r"Observed flight recorder dump|dump signal|DistBackendError|Socket Timeout|"
-        r"DistStoreError|gloo/transport|rank \d+ ends: process \d+",
+        r"DistStoreError|gloo/transport(?!.*op\.preamble)|rank \d+ ends: process \d+",
     ),
     _cascade(
         "section timed out", "collective_timeout", r"Section '\w+' has been open for [\d.]+ sec"
