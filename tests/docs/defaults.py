@@ -1,15 +1,15 @@
-"""The page of defaults that differ from Megatron's, and of options that it does not have.
+"""The page of defaults that differ from Megatron's.
 
-Made from the configs' docstrings; megatron_defaults.toml holds Megatron's own defaults.
+Made from the configs' docstrings and megatron_flags.toml of mcore-train.
 `uv run python tests/docs/defaults.py` writes docs/defaults.md anew.
 """
 
 import dataclasses
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -18,22 +18,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from house.flags import config_classes, config_sources, fields
 from house.sources import ROOT
 
+from mcore_base.command_line import list_options
 from mcore_train.composition import FAMILY_COMMANDS
+from mcore_train.options.megatron_flags import megatron_default
 
 PAGE = ROOT / "docs/defaults.md"
 _HEAD = """# Defaults that differ from Megatron's
 
 Written by `uv run python tests/docs/defaults.py` from the docstrings of the configs. Every
-other default is Megatron's, or of an option that Megatron's command line does not have.
+other default is Megatron's, or of an option that Megatron's command line does not have:
+[all options](flags/mcore-train.md).
 
 | flag | ours | Megatron's | what it is |
 | --- | --- | --- | --- |
-"""
-_OWN = """
-## Options that Megatron's command line does not have
-
-| flag | default | what it is |
-| --- | --- | --- |
 """
 _TAIL = """
 ## Options that mean something else
@@ -86,23 +83,29 @@ def training_options() -> Iterator[Option]:
         yield Option(name, value, " ".join(said[name].split()))
 
 
+@cache
 def megatron_defaults() -> dict[str, object]:
-    """Return Megatron's default of each option that both have."""
-    return tomllib.loads((Path(__file__).parent / "megatron_defaults.toml").read_text())
+    """Return Megatron's default of each option that both have; tuples as lists."""
+    found: dict[str, object] = {}
+    for command in FAMILY_COMMANDS.values():
+        for option in list_options(command.verified):
+            default = megatron_default(option)
+            if default is not None:
+                shown = list(default) if isinstance(default, tuple) else default
+                found.setdefault(option.name, shown)
+    return found
 
 
 def render() -> str:
     """Return the text of the page."""
-    differing, own = [], []
+    differing = []
     for option in training_options():
         flag = f"`--{option.name.replace('_', '-')}` | `{option.default!r}`"
         theirs, what = _SENTENCE.search(option.said), _SENTENCE.sub("", option.said)
         what = what.replace("|", "\\|")
         if theirs:
             differing.append(f"| {flag} | {theirs['value']} | {what} |\n")
-        elif option.name not in megatron_defaults():
-            own.append(f"| {flag} | {what} |\n")
-    return _HEAD + "".join(differing) + _OWN + "".join(own) + _TAIL
+    return _HEAD + "".join(differing) + _TAIL
 
 
 def unlike_their_docstring() -> list[str]:

@@ -1,19 +1,15 @@
 """The page that lists what happens here to every option of megatron-core's training parser.
 
-Made from the tables of ``mcore_train.options.megatron_flags``; megatron_options.toml holds the
-options of the parser. `uv run python tests/docs/megatron_page.py` writes
+Made from megatron_flags.toml of mcore-train. `uv run python tests/docs/megatron_page.py` writes
 docs/megatron-flags.md anew; in an environment with megatron-core (`nox -s megatron`),
-`python tests/docs/megatron_page.py options` writes megatron_options.toml anew.
+`python tests/docs/megatron_page.py options` prints the options whose rows in the table need
+another number of values or another default.
 """
 
 import argparse
 import inspect
-import json
 import sys
-import tomllib
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,16 +19,16 @@ from house.sources import ROOT
 
 from mcore_base.command_line import Option, canonical, list_options
 from mcore_train.composition import FAMILY_COMMANDS
-from mcore_train.options.megatron_flags import INSTEAD, NOTES, SPELLINGS, VALUES, matching
+from mcore_train.options.megatron_flags import find_foreign, parser_flags
 from mcore_train.options.parsing import LAYERS_PER_STAGE
 
 PAGE = ROOT / "docs/megatron-flags.md"
-OPTIONS = Path(__file__).parent / "megatron_options.toml"
 _HEAD = """# Megatron's flags
 
 Every option of the training parser of megatron-core 0.19, and what `mcore-train` does with it.
-Written by `uv run python tests/docs/megatron_page.py` from the tables by which commands are
-read; `nox -s megatron` compares the list with megatron-core's own parser.
+Written by `uv run python tests/docs/megatron_page.py` from the table by which commands are
+read, megatron_flags.toml of mcore-train; `nox -s megatron` compares the list with
+megatron-core's own parser.
 
 - *same*: an option of ours of the same meaning; where the default is another, it is in the
   table, and [defaults.md](defaults.md) has all of these. `--megatron-defaults` takes the
@@ -53,25 +49,8 @@ _ABSENT = "--help"
 """The parser's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignOption:
-    """One option of megatron-core's parser."""
-
-    flag: str
-    takes: int | str
-    """Values that follow it: a number, or "+" or "*"."""
-    default: str
-    """As Python writes it; "" where the flag itself turns something on or off."""
-
-
-def foreign_options() -> Iterator[ForeignOption]:
-    """Yield the committed options, sorted."""
-    for flag, row in tomllib.loads(OPTIONS.read_text()).items():
-        yield ForeignOption(flag, row["takes"], row.get("default", ""))
-
-
-def parser_options() -> list[ForeignOption]:
-    """List the options of the parser that is installed; needs megatron-core."""
+def options_of_parser() -> dict[str, tuple[int | str, str]]:
+    """Return number of values and default of each option; needs megatron-core."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.training.arguments import add_megatron_arguments
@@ -84,8 +63,8 @@ def parser_options() -> list[ForeignOption]:
         for name in action.option_strings:
             flag = canonical(name)
             if name.startswith("--") and flag != _ABSENT:
-                found[flag] = ForeignOption(flag, takes, default)
-    return [found[flag] for flag in sorted(found)]
+                found[flag] = (takes, default)
+    return dict(sorted(found.items()))
 
 
 def _spelled(default: object) -> str:
@@ -109,49 +88,42 @@ def own_options() -> dict[str, Option]:
 
 def answer(flag: str, default: str = "") -> str:
     """Return what happens here to one flag of Megatron's; "" if it is unknown."""
-    own, spelling = own_options().get(flag), SPELLINGS.get(flag)
-    if flag == LAYERS_PER_STAGE:
-        return "becomes `--num-virtual-stages-per-pipeline-rank`, counted from `--num-layers`"
+    own, row = own_options().get(flag), find_foreign(flag)
     if own is not None:
         ours = own.default
         is_switch = own.kind is bool or ours is inspect.Parameter.empty
         shown = "" if is_switch or ours in ("", 0, (), -1) else f", default {_spelled(ours)}"
         return "same" + (shown if _spelled(ours) != default else "")
-    if spelling is not None:
-        what = f"becomes `{' '.join(spelling.becomes)}`" if spelling.becomes else "noted"
-        what += f", {spelling.only} alone" if spelling.only else ""
-        return what + (f": {spelling.note}" if spelling.note else "")
-    if note := matching(flag, NOTES):
-        return f"noted: {note}"
-    instead = matching(flag, INSTEAD)
-    return f"refused: {instead.removesuffix('.')}" if instead else ""
+    if row is None:
+        return ""
+    if flag == LAYERS_PER_STAGE:
+        return f"becomes `{row.becomes}`, {row.note}"
+    if row.refused:
+        return f"refused: {row.refused}"
+    what = f"becomes `{' '.join(row.flags)}`" if row.becomes else "noted"
+    what += f", {row.only} alone" if row.only else ""
+    return what + (f": {row.note}" if row.note else "")
 
 
 def render() -> str:
     """Return the text of the page."""
+    rows = parser_flags()
     values = ", ".join(
-        f"`{name} {value}` is `{' '.join(becomes)}`"
-        for (name, value), becomes in VALUES.items()
+        f"`{name} {value}` is `{becomes}`"
+        for name, row in rows.items()
+        for value, becomes in row.values.items()
     )
-    rows = [
-        f"| `{option.flag}` | {option.default} | {answer(option.flag, option.default)} |\n"
-        for option in foreign_options()
-    ]
-    return _HEAD.format(values=values) + "".join(rows)
-
-
-def write_options() -> None:
-    """Write the options of the parser that is installed."""
     lines = [
-        "# Options of megatron-core 0.19's training parser: values that follow, default.\n"
+        f"| `{name}` | {row.default} | {answer(name, row.default)} |\n"
+        for name, row in rows.items()
     ]
-    for option in parser_options():
-        default = f", default = {json.dumps(option.default)}" if option.default else ""
-        lines.append(f'"{option.flag}" = {{ takes = {json.dumps(option.takes)}{default} }}\n')
-    OPTIONS.write_text("".join(lines))
+    return _HEAD.format(values=values) + "".join(lines)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["options"]:
-        write_options()
+        for name, option in options_of_parser().items():
+            row = parser_flags().get(name)
+            if row is None or (row.takes, row.default) != option:
+                print(name, *option)
     PAGE.write_text(render())

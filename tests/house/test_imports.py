@@ -40,7 +40,6 @@ def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
 
 
 PURE = (
-    "mcore_base.field_checks",
     "mcore_base.options",
     "mcore_models.encoder_shapes",
     "mcore_models.layer_patterns",

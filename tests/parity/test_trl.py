@@ -223,7 +223,9 @@ def test_dpo_trains_as_dpo_trainer(folder, tmp_path):
         str(BETA),
     ]
     losses, weights = ours(folder, flags)
-    assert [each[dpo.LOSS] for each in losses] == pytest.approx(trainer.exact, rel=1e-6)
+    assert [each[dpo.DPO.loss_name] for each in losses] == pytest.approx(
+        trainer.exact, rel=1e-6
+    )
     logged = [each for each in trainer.state.log_history if "rewards/margins" in each]
     for name in ("rewards/margins", "rewards/chosen", "rewards/rejected", "rewards/accuracies"):
         found = [each[name] for each in losses]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import tokenizers
@@ -9,6 +10,7 @@ import tokenizers
 from mcore_data.tokenizers.hf import HFTokenizer, set_byte_level
 from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from mcore_infer import Engine, EngineConfig, SamplingConfig, generate
+from mcore_infer.writing.grammars import finite
 from mcore_infer.writing.structured import Grammars, Structure
 
 SCHEMA = {
@@ -105,6 +107,20 @@ ENDLESS = [
         "$ref": "#/$defs/x",
     },
     {"type": "string", "pattern": "^a$", "minLength": 2},
+    {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
+    {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+    {"type": "object", "allOf": [{"properties": {"a": {"$ref": "#"}}}, {"required": ["a"]}]},
+    {"$anchor": "x", "type": "array", "minItems": 1, "items": {"$ref": "#x"}},
+    {
+        "$id": "https://e.x/s",
+        "type": "array",
+        "minItems": 1,
+        "items": {"$ref": "https://e.x/s"},
+    },
+    {
+        "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}},
+        "$ref": "#/$defs/a%20b",
+    },
 ]
 FINITE = [
     ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "{}", '{"a"'),
@@ -119,24 +135,39 @@ FINITE = [
         '{"n":1',
     ),
     ({"$defs": {"a~/b": {"type": "integer"}}, "$ref": "#/$defs/a~0~1b"}, "1", '"'),
+    ({"parts": {"a": {"type": "integer"}}, "$ref": "#/parts/a"}, "1", '"'),
+    ({"allOf": [{"required": ["a"]}], "type": "object", "minProperties": 1}, '{"a":1}', "{}"),
 ]
 
 
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(ByteTokenizer(), 257)
+
+
 @pytest.mark.parametrize("schema", ENDLESS, ids=json.dumps)
-def test_a_schema_without_a_finite_value_is_refused(schema):
+def test_a_schema_without_a_finite_value_is_refused(grammars, schema):
     with pytest.raises(ValueError, match="cannot be enforced"):
-        Grammars(ByteTokenizer(), 257).matcher(Structure("json_schema", json.dumps(schema)))
+        grammars.matcher(Structure("json_schema", json.dumps(schema)))
 
 
 @pytest.mark.parametrize(("schema", "value", "other"), FINITE, ids=str)
-def test_parts_without_a_finite_value_are_left_out(schema, value, other):
-    grammars = Grammars(ByteTokenizer(), 257)
+def test_parts_without_a_finite_value_are_left_out(grammars, schema, value, other):
     structure = Structure("json_schema", json.dumps(schema))
     matcher = grammars.prepare(structure).result().matcher.deep_copy()
     assert matcher.consume_tokens(list(value.encode()))
     assert matcher.is_accepting()
     matcher = grammars.matcher(structure)
     assert not all(matcher.take(token) for token in other.encode())
+
+
+def test_a_long_chain_of_references_takes_no_quadratic_time():
+    chain = {f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(4000)}
+    schema = {"$ref": "#/$defs/n0", "$defs": chain | {"n4000": {"type": "integer"}}}
+    begin = time.process_time()
+    assert finite(schema) is schema
+    assert finite(schema | {"$defs": chain | {"n4000": {"$ref": "#/$defs/n0"}}}) is False
+    assert time.process_time() - begin < 3  # one pass over all parts for each part took 70
 
 
 def test_a_structure_is_tried_and_compiled_once_beside_its_texts():

@@ -132,12 +132,12 @@ def _dispatch(
 
 
 def is_first_rank() -> bool:
-    """Whether this process says what a command line means: ``launch_local``, else rank 0."""
+    """Whether this process logs notes on the command line: the launcher, else rank 0."""
     return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
 
 
 def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that are given again with other values, and the last of these."""
+    """Yield each option that is given twice with different values, and its last value."""
     given: dict[str, list[str]] = {}
     for place, word in enumerate(words):
         if word.startswith("--"):

@@ -66,7 +66,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a lock file; a damaged one has a holder that nothing is known about."""
+        """Parse a lock file; the fields of the holder are empty if the file is damaged."""
         try:
             found = json.loads(text)
             return cls(**{name: found[name] for name in asdict(cls()) if name in found})
@@ -194,7 +194,7 @@ class FileLock:
             return None
 
     def _touch(self) -> None:
-        """Change the lock file's time; FileNotFoundError if there is none."""
+        """Update the lock file's time; FileNotFoundError if there is no lock file."""
         os.utime(self.path)
 
     def _take_away(self, holder: Holder) -> None:

@@ -90,7 +90,7 @@ class OptionRules:
 
     @property
     def wanted(self) -> str:
-        """The bounds in words; empty: there are none."""
+        """The bounds in words; empty: no bounds."""
         low = f"{self.minimum} ({self.zero})" if self.zero else f"{self.minimum}"
         if self.minimum is not None and self.maximum is not None:
             return f"from {low} to {self.maximum}"
@@ -102,7 +102,7 @@ class OptionRules:
         return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is within the bounds; values that are no numbers always are."""
+        """Whether a value is within the bounds; true of values that are not numbers."""
         if not isinstance(value, (int, float)):
             return True
         return (

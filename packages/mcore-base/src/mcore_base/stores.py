@@ -35,7 +35,7 @@ def open_store(url: str) -> tuple[Any, str]:
 
 
 def object_version(info: Mapping[str, Any]) -> str:
-    """Return what tells one content of an object from another, from fsspec's ``info``."""
+    """Return the fingerprint of an object's content, from fsspec's ``info``."""
     keys = ("ETag", "etag", "mtime", "LastModified")
     return str(next((info[key] for key in keys if info.get(key)), ""))
 

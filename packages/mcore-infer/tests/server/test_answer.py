@@ -1,10 +1,13 @@
 """Text from tokens: whole characters, stop strings, offsets."""
 
+import math
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, NewToken
+from mcore_infer.server.responses import as_json, long_json
 from mcore_infer.writing.token_text import Answer, TokenTexts
 
 TEXTS = TokenTexts(ByteTokenizer())
@@ -63,3 +66,27 @@ def test_an_end_of_document_is_written_and_no_text_and_offsets_count_from_a_prom
     assert (token.id, token.offset) == (97, 10)
     piece = answer.add(NewToken(0, 256, -2.0))
     assert (piece.text, piece.tokens, answer.ids) == ("", (), [97, 256])
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.integers(-9, 9)
+    | st.sampled_from([0.5, math.inf, math.nan])
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+)
+
+
+@given(VALUES)
+def test_a_long_answer_in_parts_is_the_same_json(value):
+    assert b"".join(long_json(value)) == as_json(value)
+
+
+def test_no_part_of_a_long_answer_is_long():
+    """Serializing holds Python's interpreter, and with it the engine, until a part is done."""
+    top = [{f"token {i}": -1.5 for i in range(20)}] * 1500
+    scores = {"tokens": ["token"] * 1500, "top_logprobs": top}
+    answer = {"id": "x", "choices": [{"index": i, "logprobs": scores} for i in range(3)]}
+    parts = list(long_json(answer))
+    assert b"".join(parts) == as_json(answer)
+    assert max(map(len, parts)) < 64 * len(as_json(top[0])) + 64

@@ -40,6 +40,8 @@ def biases(n):
 NESTED = {"type": "integer"}
 for _ in range(60):
     NESTED = {"anyOf": [NESTED, {"type": "array", "items": NESTED}]}
+CHAIN = {f"n{i}": {"$ref": f"#/$defs/n{i + 1}"} for i in range(2500)}
+CHAIN["n2500"] = {"type": "integer"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HOSTILE = {
     "an expression of a million states": (
@@ -56,6 +58,7 @@ HOSTILE = {
         "completions",
         schema({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}),
     ),
+    "a chain of references": ("completions", schema({"$ref": "#/$defs/n0", "$defs": CHAIN})),
     "a long prompt": ("completions", {"prompt": "a b" * 1_300_000}),
     "a long line of token ids": ("completions", {"prompt": [65] * 1_000_000}),
     "many prompts": ("completions", {"prompt": ["a"] * 129}),
@@ -85,6 +88,10 @@ HOSTILE = {
     "scores of many texts": (
         "completions",
         {"prompt": "a" * 480, "n": 16, "max_tokens": 9, "logprobs": 20, "echo": True},
+    ),
+    "long scores": (
+        "completions",
+        {"prompt": "a" * 480, "n": 128, "max_tokens": 1, "logprobs": 20, "echo": True},
     ),
     "penalties of long texts": (
         "completions",

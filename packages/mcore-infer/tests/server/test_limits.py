@@ -188,6 +188,14 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         ),
         (
             "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "custom", "custom": {"name": "f"}}],
+            },
+            "custom is refused: give functions",
+        ),
+        (
+            "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
             "tool_choice=required needs tools",
         ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_data.datasets.chat import CHATML
-from mcore_infer import SamplingConfig, generate, generate_text
+from mcore_infer import NewToken, SamplingConfig, generate, generate_text
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
 from mcore_infer.server.schemas import ChatBody, CompletionBody, RequestError
@@ -182,6 +182,11 @@ def test_fields_of_other_servers_do_what_they_do_there(client, long_model):
     ids = generate(long_model.model, [[97]], sampling, seed=2, eod=256)[0].ids
     text = client.post("/v1/completions", **both)[1]["choices"][0]["text"]
     assert text == long_model.tokenizer.decode(list(ids), skip_special_tokens=True)
+    drawn = [
+        client.post("/v1/completions", prompt="a", max_tokens=9, seed=seed)[1]["choices"]
+        for seed in (-5, -5, -6)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
     status, answer = client.post("/v1/completions", prompt="a", model="gpt-4")
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     messages = [{"role": "user", "content": "x"}]
@@ -257,11 +262,25 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     plain = client.post(path, messages=messages, tools=tools, tool_choice="none", **GREEDY)[1]
     assert plain["usage"]["prompt_tokens"] == len("s:x\nu:y\na:")
+    pair = [*tools, {"type": "function", "function": {"name": "g"}}]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    found = client.post(path, messages=messages, tools=pair, tool_choice=choice, **GREEDY)[1]
+    assert found["usage"]["prompt_tokens"] == len(f"t:{json.dumps(tools)}\ns:x\nu:y\na:")
+    developer = [{"role": "developer", "content": "x"}, messages[1]]  # newer word for system
+    assert client.post(path, messages=developer, **GREEDY)[1]["choices"] == plain["choices"]
     chat = load_chat_format(CHATML, long_model.tokenizer)
     served = replace(client.server.served, chat=chat)
     assert read_chat(ChatBody(messages=messages, tools=[]), served)
     with pytest.raises(RequestError, match="has no place for tools"):
         read_chat(ChatBody(messages=messages, tools=tools), served)
+    served = replace(served, chat=replace(chat, end_ids=(66,)))
+    for form, reason in ((None, "stop"), ({"type": "json_object"}, None)):
+        reply = read_chat(ChatBody(messages=messages, response_format=form), served)
+        assert reply.requests[0].stop == ([] if form else [[66]])
+        for token in b'{"a": "<|im_end|>':  # text of ChatML's mark, for which is no token
+            reply.answers[0].add(NewToken(0, token, None))
+        assert reply.answers[0].finish_reason == reason
     fields = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = client.post(path, **fields)[1]["choices"]
     events = client.stream(path, stream_options={"include_usage": True}, **fields)

@@ -10,8 +10,10 @@ from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import NewToken
 from mcore_infer.server.schemas import Function
 from mcore_infer.server.tool_calls import (
+    HARMONY,
     PLAIN,
     AnswerReader,
+    ChannelReader,
     answer_after_thinking,
     calls_structure,
     kept_tokens,
@@ -42,6 +44,45 @@ FORMATS = {
     "lists": ("<|tool_call|>", CALL, ", ", "<|tool_call|>[", "]"),
 }
 """What a template holds, a call, between two, before and behind all."""
+BY_PARAMETER = {
+    "qwen xml": (
+        "<tool_call> <function=",
+        """<tool_call>
+<function=f>
+<parameter=a>
+%s
+</parameter>
+<parameter=b>
+%s
+</parameter>
+</function>
+</tool_call>""",
+    ),
+    "glm": (
+        "<tool_call> <arg_key>",
+        """<tool_call>f
+<arg_key>a</arg_key>
+<arg_value>%s</arg_value>
+<arg_key>b</arg_key>
+<arg_value>%s</arg_value>
+</tool_call>""",
+    ),
+    "minimax": (
+        "<minimax:tool_call>",
+        """<minimax:tool_call>
+<invoke name="f">
+<parameter name="a">%s</parameter>
+<parameter name="b">%s</parameter>
+</invoke>
+</minimax:tool_call>""",
+    ),
+}
+"""What a template holds, and a call whose arguments are written one by one."""
+CHANNELS = (
+    "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "I look.\n<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+    '<|message|>{"a": "}<b>"}<|call|>'
+)
 ARGUMENTS = ['{"a": "}]\\n</tool_call>"}', '{"b": [1, {}]}']
 
 
@@ -67,6 +108,47 @@ def test_calls_are_read_from_text_in_any_pieces(name):
         assert not reader.num_calls
 
 
+@pytest.mark.parametrize("name", BY_PARAMETER)
+def test_arguments_that_are_written_one_by_one_are_read_by_their_schema(name):
+    template, call = BY_PARAMETER[name]
+    text_or_null = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = {"a": text_or_null, "b": {"type": "array"}}
+    parameters = {"type": "object", "properties": properties}
+    functions = [Function(name="f", parameters=parameters)]
+    form = tool_format(template)
+    text = "I look.\n" + "\n".join(
+        call % each for each in (("5 <\n}", "[1, {}]"), ("null", "x"))
+    )
+    for size in (1, 7, 1000):
+        reader = AnswerReader(form, functions)
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        deltas = [reader.add(part) for part in parts] + [reader.add("", is_last=True)]
+        assert "".join(delta.content for delta in deltas) == "I look.\n"
+        calls = [(name, json.loads(one)) for delta in deltas for name, one in delta.calls]
+        assert calls == [("f", {"a": "5 <\n}", "b": [1, {}]}), ("f", {"a": None, "b": "x"})]
+    broken = (call % ("a", "b")).rpartition("</")[0].replace("</parameter>", "")
+    reader = AnswerReader(form, functions)
+    parts = [reader.add(broken[:9]), reader.add(broken[9:]), reader.add("", is_last=True)]
+    if name != "glm":  # whose parameters have another end
+        assert "".join(delta.content for delta in parts) == broken
+    assert not reader.num_calls
+
+
+def test_channels_are_reasoning_content_and_calls_in_any_pieces():
+    for size in (1, 3, 1000):
+        reader = ChannelReader()
+        text = CHANNELS + "<|start|>assistant<|channel|>final<|message|>yes"
+        *parts, last = [text[i : i + size] for i in range(0, len(text), size)]
+        deltas = [reader.add(part) for part in parts] + [reader.add(last, is_last=True)]
+        assert "".join(delta.reasoning for delta in deltas) == "so"
+        assert "".join(delta.content for delta in deltas) == "I look.\nyes"
+        assert [call for delta in deltas for call in delta.calls] == [("f", '{"a": "}<b>"}')]
+    for text in ('{"a": 1}', "plain <|chan", "<|chan", ""):
+        reader = ChannelReader()
+        deltas = [reader.add(text), reader.add("", is_last=True)]
+        assert "".join(delta.content for delta in deltas) == text
+
+
 def test_reasoning_is_apart_in_any_pieces():
     marks = ("<think>", "</think>")
     for size in (1, 3, 100):
@@ -90,7 +172,10 @@ def marked_bpe():
     set_byte_level(core)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=256 + 40,
-        special_tokens=["<|endoftext|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"],
+        special_tokens=[
+            *("<|endoftext|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"),
+            *("<arg_key>", "</arg_value>", "<|channel|>", "<|message|>"),
+        ],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -98,10 +183,12 @@ def marked_bpe():
     return HFTokenizer(core)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "plain"])
+@pytest.mark.parametrize("name", [*FORMATS, *BY_PARAMETER, "channels", "plain"])
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), marked_bpe()], ids=["bytes", "bpe"])
 def test_a_grammar_forces_the_calls_that_the_reader_reads(name, tokenizer):
-    form = PLAIN if name == "plain" else tool_format(FORMATS[name][0])
+    templates = {key: value[0] for key, value in (FORMATS | BY_PARAMETER).items()}
+    templates["channels"] = "<|channel|> <|message|>"
+    form = PLAIN if name == "plain" else tool_format(templates[name])
     parameters = {
         "type": "object",
         "properties": {"a": {"$ref": "#/$defs/x"}},
@@ -115,7 +202,7 @@ def test_a_grammar_forces_the_calls_that_the_reader_reads(name, tokenizer):
     texts = TokenTexts(tokenizer)
     matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(structure)
     answer = Answer(texts, kept=kept_tokens(marks_of(form), tokenizer))
-    reader = AnswerReader(form, is_forced=True)
+    reader = ChannelReader() if form is HARMONY else AnswerReader(form, is_forced=True)
     text = ""
     while not matcher.is_over:
         words = matcher.allowed().tolist()
@@ -130,6 +217,22 @@ def test_a_grammar_forces_the_calls_that_the_reader_reads(name, tokenizer):
     delta = reader.add(text, is_last=True)
     assert (delta.content, reader.num_calls) == ("", 1), text
     assert delta.calls[0] == ("g.h", '{"a": 22}')
+
+
+@pytest.mark.parametrize("name", BY_PARAMETER)
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), marked_bpe()], ids=["bytes", "bpe"])
+def test_a_forced_argument_that_is_a_text_is_written_without_quotes(name, tokenizer):
+    template, call = BY_PARAMETER[name]
+    form = tool_format(template)
+    properties = {"a": {"type": "string"}, "x": {"type": "boolean"}, "b": {"enum": [[1]]}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    functions = [Function(name="f", parameters=parameters)]
+    structure = calls_structure(form, functions, tokenizer, is_parallel=False)
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(structure)
+    text = call % ('a "b" <\n', "[1]")
+    assert all(matcher.take(token) for token in [*tokenizer.encode(text), tokenizer.eod])
+    delta = AnswerReader(form, functions, is_forced=True).add(text, is_last=True)
+    assert [json.loads(one) for _, one in delta.calls] == [{"a": 'a "b" <\n', "b": [1]}]
 
 
 TOOLS = [

@@ -128,7 +128,7 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def _changed(config: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a config with other values; the same object if all are its own."""
+    """Return a config with other values; the same object if no value changes."""
     new = {name: value for name, value in fields.items() if getattr(config, name) != value}
     if not new:
         return config

@@ -25,7 +25,7 @@ def _has_whole_experts(values: Any) -> bool:
 
 
 def _wrong_groups(values: Any) -> str:
-    """Return what keeps tokens from choosing groups of experts; empty: nothing."""
+    """Return the fault of options for groups of experts; empty: no fault."""
     groups, kept = values.moe_router_num_groups, values.moe_router_group_topk
     num_experts, topk = values.num_experts, values.moe_router_topk
     if groups == 0 and kept == 0:

@@ -24,7 +24,7 @@ Annotate = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment: when the host came to it, and the event that tells when the device did."""
+    """A point of a step: the host's time, and an event for the device's time."""
 
     host_s: float
     event: torch.cuda.Event | None = None

@@ -163,7 +163,7 @@ Verified = VerifiedConfig | VerifiedBertConfig | VerifiedT5Config
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What ``mcore-train NAME`` trains, and by which options."""
+    """Model family and options of ``mcore-train NAME``."""
 
     summary: str
     """For the program's help."""
@@ -280,7 +280,7 @@ def compose(
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Turn a JSON or TOML value into what a field holds: its lists are tuples here."""
+    """Convert a JSON or TOML value to the type of a field: lists become tuples."""
     is_tuple = isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple
     if is_tuple and isinstance(value, list):
         return tuple(value)

@@ -361,7 +361,7 @@ class LoadConfig(Options):
     pretrained_checkpoint: str = ""
     """Folder of the weights to begin from while --load holds none; with --peft, of the base."""
     auto_resume: bool = option(False, part_of={"save": ON})
-    """Continue from the newest step in --save if there is one, else as the other flags say."""
+    """Continue from the newest step in --save; without a step, start by the other flags."""
     ckpt_step: int = option(0, minimum=0, needs={"load": ON})
     """Step to load from a run folder; 0: the latest."""
     finetune: bool = option(False, needs={"load": ON})
@@ -425,7 +425,7 @@ class LogConfig(Options):
 
 
 def unrecordable_experts(values: Any) -> Iterator[str]:
-    """Yield what a CUDA graph needs of experts, so that the host waits for no number.
+    """Yield the faults of expert options for a CUDA graph, in which the host cannot wait.
 
     Args:
         values: options of a run with experts, as ``Values``.

@@ -134,7 +134,7 @@ class RunObservers:
         return not self._interval.is_empty
 
     def report(self) -> None:
-        """Report the steps since the last report, and what was recorded of single steps."""
+        """Report the steps since the last report, and records of single steps."""
         report = self._interval.report()
         self.reporter.report(report)
         if self._layers.has_recorded:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def choose_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, num_microbatches: int
 ) -> TrainConfig:
-    """Put the best schedule in the place of auto, and log what was compared.
+    """Replace the schedule ``auto`` by the fastest, and log the candidates.
 
     Args:
         config: all options, whose only conflicts may be those of a schedule.

@@ -11,11 +11,11 @@ _FIXED = {"loss_scale": Because("which stays")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig(Options):
-    """In what number format the model computes."""
+    """Number format of parameters and activations."""
 
     precision: Literal["", "auto"] = option("", excludes={"bf16": ON, "fp16": ON})
     """auto: --bf16 or --fp16 by what the GPU multiplies in (bf16 from Ampere on, fp16 on
-    Volta and Turing), and neither on a CPU. Empty: what the next two say."""
+    Volta and Turing), and neither on a CPU. Empty: --bf16 or --fp16 as given."""
     bf16: bool = option(False, excludes={"fp16": ON})
     """Parameters and activations in bfloat16; main weights and optimizer in float32."""
     fp16: bool = False

@@ -265,7 +265,7 @@ def build_reporter(
 
 
 def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
-    """Build the loggers that the options name; opens nothing.
+    """Build the loggers that the options name; opens no file or connection.
 
     Args:
         options: name them.

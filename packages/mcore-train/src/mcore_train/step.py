@@ -45,8 +45,8 @@ class StepResult:
     """Router statistics of this rank's layers, with the columns of ``mcore_moe.SUMMARY``; 0 for
     layers of other stages and layers without experts."""
     is_skipped: bool | Bool[Tensor, ""] = False
-    """Whether weights stayed as they are: scaled gradients overflowed, which the host knows, or
-    the step is a spike, which it does not know yet."""
+    """Whether the update was skipped: a bool if scaled gradients overflowed, which the host has
+    read; a tensor on the device if the step may be a spike."""
     judgement: Judgement | None = None
     """Of a run that looks for spikes."""
 

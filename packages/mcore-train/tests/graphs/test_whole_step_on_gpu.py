@@ -38,6 +38,7 @@ def trained(run, counts=(2,) * 6):
         train_step(run, batches(run, seed, count, MASKED), 1e-3, 0.1).loss
         for seed, count in enumerate(counts)
     ]
+    run.data_parallel.wait_params()
     return losses, [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from docs.blocks import ROOT
-from docs.megatron_page import foreign_options
 
 from mcore_base.command_line import OptionsError
 from mcore_train.migrating.cli import migrate
 from mcore_train.migrating.migration import migrate_file, recipe_text, report_text
 from mcore_train.migrating.shell import read_script, shown, unknown_in
+from mcore_train.options.megatron_flags import parser_flags
 from mcore_train.options.parsing import parse
 
 HERE = Path(__file__).parent
@@ -162,12 +162,11 @@ def test_a_script_without_a_training_is_refused():
 
 def test_every_option_of_megatrons_parser_gets_one_line_and_none_is_unknown(tmp_path):
     words = []
-    for option in foreign_options():
-        count = option.takes if isinstance(option.takes, int) else 1
-        words += [option.flag, *["1"] * count]
+    for flag, row in parser_flags().items():
+        words += [flag, *["1"] * (row.takes if isinstance(row.takes, int) else 1)]
     path = written(tmp_path, "all.sh", f"python pretrain_gpt.py {' '.join(words)}")
     migration = migrate_file(path, {})
-    flags = [option.flag for option in foreign_options()]
+    flags = list(parser_flags())
     listed = [answer.text.split()[0] for answer in migration.answers]
     assert len(flags) > 800
     assert [flag for flag in flags if flag not in listed] == []

@@ -173,7 +173,7 @@ def plain_dpo(model, batches):
     loss = -F.logsigmoid(margins).mean()
     chosen, rejected = torch.tensor(rewards, dtype=torch.float64).mean(0)
     return {
-        dpo.LOSS: loss,
+        dpo.DPO.loss_name: loss,
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": margins.mean(),
@@ -202,7 +202,7 @@ def plain_grpo(model, batches):
             kls.append(kl.mean())
             rewards.append(batch[REWARDS][row, :end][mask].double().mean())
     assert len(set(map(float, rewards))) > 2
-    names = grpo.LOSS, "kl", "reward"
+    names = grpo.GRPO.loss_name, "kl", "reward"
     return dict(
         zip(names, (torch.stack(x).mean() for x in (losses, kls, rewards)), strict=True)
     )

@@ -4,8 +4,8 @@ import pytest
 
 from mcore_base.command_line import FaultCollector
 from mcore_train.composition import FAMILY_COMMANDS, flag_names
-from mcore_train.options.megatron_flags import INSTEAD, NOTES, SPELLINGS, VALUES, translate
-from mcore_train.options.parsing import parse
+from mcore_train.options.megatron_flags import all_flags, translate, translated_names
+from mcore_train.options.parsing import LAYERS_PER_STAGE, parse
 
 KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
 
@@ -67,19 +67,23 @@ def test_flags_of_others_for_sharding_and_offload_are_options_of_ours():
     assert config.main_weights.main_params_dtype == config.adam.exp_avg_dtype == "bf16"
 
 
-@pytest.mark.parametrize("patterns", INSTEAD)
-def test_flags_that_are_not_here_say_what_stands_instead(patterns):
-    for flag in patterns.split():
-        with pytest.raises(ValueError, match=r"^--.*: .*(use |leave it out)"):
-            translated([flag.replace("*", "x"), "its", "values"])
+def test_refused_flags_name_what_to_use_instead():
+    for flag, row in all_flags().items():
+        if row.refused:
+            with pytest.raises(ValueError, match=r"^--.*: .*(use |leave it out)"):
+                translated([flag.replace("*", "x"), "its", "values"])
 
 
-@pytest.mark.parametrize("patterns", NOTES)
-def test_flags_of_logging_and_speed_are_noted_with_all_their_values(patterns):
-    for flag in patterns.split():
-        words, (note,) = translated([flag.replace("*", "x"), "a", "b", "--lr", "1"])
+def test_flags_without_effect_are_noted_with_all_their_values():
+    noted = {flag: row for flag, row in all_flags().items() if row.note and not row.becomes}
+    assert len(noted) > 200
+    for flag, row in noted.items():
+        given = [row.only or "a"] * row.takes if isinstance(row.takes, int) else ["a", "b"]
+        words, (note,) = translated([flag.replace("*", "x"), *given, "--lr", "1"])
         assert words == ["--lr", "1"]
         assert note.startswith(flag.replace("*", "x"))
+    with pytest.raises(ValueError, match="--log-memory-interval needs a value"):
+        translated(["--log-memory-interval", "--lr", "1"])
 
 
 def test_values_given_behind_an_equals_sign_are_translated_too():
@@ -161,26 +165,23 @@ def test_an_unknown_flag_is_answered_with_the_nearest_known_one():
         translated(["--wandering-prospect"], flag_names())
 
 
-def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
+def test_every_row_means_one_thing_and_becomes_flags_that_exist():
     known = set().union(*(flag_names(command.run) for command in FAMILY_COMMANDS.values()))
-    for name, spelling in SPELLINGS.items():
-        assert name not in known, name
-        assert {w for w in spelling.becomes if w.startswith("--")} <= known
-    instead = {flag for patterns in INSTEAD for flag in patterns.split()}
-    noted = {flag for patterns in NOTES for flag in patterns.split()}
-    assert not instead & (flag_names() | set(SPELLINGS))
-    assert not noted & (known | set(SPELLINGS))
-    assert not instead & noted
-    for (name, _), becomes in VALUES.items():
-        assert {name, *(word for word in becomes if word.startswith("--"))} <= known
+    for name, row in all_flags().items():
+        assert not (row.refused and (row.becomes or row.note)), name
+        has_meaning = bool(row.refused or row.becomes or row.note)
+        if name != LAYERS_PER_STAGE:
+            assert has_meaning != (name in known), name
+        becomes = " ".join([row.becomes, *row.values.values()]).split()
+        assert {word for word in becomes if word.startswith("--")} <= known
 
 
-def test_what_stands_instead_of_a_flag_exists():
+def test_flags_named_in_notes_and_refusals_exist():
     commands = FAMILY_COMMANDS.values()
-    known = set(SPELLINGS).union(*(flag_names(command.run) for command in commands))
-    for text in (*INSTEAD.values(), *NOTES.values()):
-        for flag in re.findall(r"--[a-z0-9-]+", text):
-            assert flag in known | {"--max-restarts"}, text
+    known = translated_names().union(*(flag_names(command.run) for command in commands))
+    for row in all_flags().values():
+        for flag in re.findall(r"--[a-z0-9-]+", row.refused + row.note):
+            assert flag in known, row
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: naming the file, if it is damaged or holds something else.
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if the file does not exist.
     """
     return parse_json_object(path.read_bytes(), str(path))
 

@@ -26,7 +26,6 @@ class UnpackedMxfp4:
     """
 
     def __init__(self, under: Rows, dtype: str = "BF16") -> None:
-        """Pair blocks with their scales."""
         self._under, self._dtype = under, dtype
         self.entries: dict[str, TensorEntry] = {}
         for name, entry in under.entries.items():

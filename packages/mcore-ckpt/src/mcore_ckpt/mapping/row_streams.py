@@ -56,7 +56,6 @@ class HeldRows:
     """Tensors in memory, by rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors, which may be on any device."""
         self.tensors = tensors
         self.entries = {
             name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], ())

@@ -188,7 +188,6 @@ class Cast:
     """Floating-point tensors in another dtype."""
 
     def __init__(self, under: Rows, dtype: str) -> None:
-        """Cast to ``dtype``, a name of safetensors'."""
         self._under, self._dtype = under, dtype
         self.entries: dict[str, TensorEntry] = {
             name: replace(entry, dtype=dtype, chunks=())

@@ -96,7 +96,6 @@ class ViewReader(Reader):
     """Reads boxes from files that hold them in order, otherwise through a view of rows."""
 
     def __init__(self, folder: Path, view: Rows) -> None:
-        """Open nothing yet."""
         super().__init__(folder)
         self._view = view
 

@@ -18,7 +18,6 @@ class QuantizedFolder:
     """A Hugging Face folder of quantized weights: layout and scales of each of our matrices."""
 
     def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
-        """Map names; read nothing."""
         self._widened = widened
         self._places = {
             name: (link, number)

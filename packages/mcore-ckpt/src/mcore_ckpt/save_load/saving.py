@@ -70,7 +70,7 @@ class PlannedSave:
     memory: list[Tensor]
     """Memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
-    """Small files that make the step a Hugging Face folder; empty: it is none."""
+    """Small files that make the step a Hugging Face folder; empty: a native checkpoint."""
     attachments: Attachments
     """JSON, small files and folders of the step."""
 

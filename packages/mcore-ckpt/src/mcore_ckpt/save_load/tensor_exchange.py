@@ -1,7 +1,7 @@
 """Moves boxes of tensors between ranks, in rounds of bounded size.
 
-Every rank knows all moves from a plan, so that only data is sent: one all-to-all a round. Boxes
-that stay on their rank are passed on without a copy.
+Every rank has the same plan of all moves, so that only data is sent: one all-to-all a round.
+Boxes that stay on their rank are not copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -108,7 +108,7 @@ class NgramDrafter:
         return step
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Do nothing: proposals depend on tokens only."""
+        """Ignore the step: proposals depend on tokens only."""
 
     def forget(self, request: int) -> None:
         """Delete a text."""

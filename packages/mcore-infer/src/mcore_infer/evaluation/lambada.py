@@ -51,7 +51,7 @@ def read_texts(lines: Iterable[str]) -> list[str]:
 def continuation(
     tokenizer: Tokenizer, text: str, *, strict: bool, context_tokens: int
 ) -> Continuation:
-    """Cut a passage into context and what is to be guessed; long contexts lose their head."""
+    """Split a passage into context and continuation; long contexts lose their first tokens."""
     if strict:
         text = text.rstrip()
         last = text.rsplit(maxsplit=1)[-1]

@@ -37,7 +37,6 @@ class RecordedRows:
     """Reads rows and records the names of their tensors."""
 
     def __init__(self, rows: Rows) -> None:
-        """Read from ``rows``; no tensor is recorded yet."""
         self._rows, self.entries = rows, rows.entries
         self.read: set[str] = set()
 

@@ -82,7 +82,6 @@ class Server:
     """
 
     def __init__(self, served: ServedModel, front: EngineClient, limits: Limits) -> None:
-        """Store the arguments; the engine's thread starts with the application's lifespan."""
         self.served, self.front, self.limits = served, front, limits
         self.metrics = Metrics()
 

@@ -17,9 +17,12 @@ from mcore_infer.server.replies import (
 )
 from mcore_infer.server.schemas import ChatBody, Message, NamedTool, RequestError, Tool
 from mcore_infer.server.tool_calls import (
+    CHANNEL_ENDS,
+    HARMONY,
     PLAIN,
     AnswerDelta,
     AnswerReader,
+    ChannelReader,
     ToolFormat,
     answer_after_thinking,
     calls_structure,
@@ -45,8 +48,10 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
     if chat is None:
         message = "chats need jinja2: pip install 'mcore-infer[server]'."
         raise RequestError(501, message, "messages")
-    is_forced = body.tool_choice not in ("none", "auto")
-    tools = [] if body.tool_choice == "none" else body.tools
+    is_forced, names = body.must_call, body.chosen_names
+    # A tool that must be called is rendered beside the others; those not allowed are not.
+    hides_others = names is not None and not isinstance(body.tool_choice, NamedTool)
+    tools = [t for t in body.tools if not hides_others or t.function.name in (names or ())]
     if is_forced:
         check_structured_output("tool_choice")
     prompt = _rendered(body, served, chat, tools)
@@ -56,11 +61,15 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
             400, "the chat template renders no text for these messages.", "messages"
         )
     wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    form = tool_format(chat.source) if tools else None
+    known_form = tool_format(chat.source)
+    has_channels = known_form is HARMONY
+    form = known_form if tools else None
     if is_forced and form is None:
         form = PLAIN
     reasons_first = chat.reasons_first(prompt)
     marks = [*(marks_of(form) if form else ()), *(chat.reasoning or ())]
+    if has_channels:
+        marks = [*marks_of(HARMONY), *marks]
     requests, answers = text_requests(
         body,
         served,
@@ -68,16 +77,20 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
         scores=ScoreRequest(log_probs=body.logprobs, num_top=body.top_logprobs),
         structure=_structure(body, served, chat, form, tools, is_forced, reasons_first),
         end_texts=chat.end_texts,
-        end_ids=chat.end_ids,
+        end_ids=(*chat.end_ids, *kept_tokens(CHANNEL_ENDS * has_channels, served.tokenizer)),
         kept=kept_tokens(marks, served.tokenizer),
     )
+    max_calls = None if body.parallel_tool_calls else 1
     readers = [
-        AnswerReader(
+        ChannelReader(max_calls=max_calls)
+        if has_channels
+        else AnswerReader(
             form,
+            [tool.function for tool in tools],
             reasoning=chat.reasoning,
             begins_in_reasoning=reasons_first,
             is_forced=is_forced,
-            max_calls=None if body.parallel_tool_calls else 1,
+            max_calls=max_calls,
         )
         for _ in answers
     ]
@@ -123,7 +136,7 @@ def _rendered(
     body: ChatBody, served: ServedModel, chat: ChatFormat, tools: Sequence[Tool]
 ) -> str:
     """Return the rendered prompt; messages that cannot fit are refused before rendering."""
-    messages = [_for_template(message) for message in body.messages]
+    messages = [_for_template(message, chat) for message in body.messages]
     texts = [str(message["content"]) for message in messages]
     size = sum(map(len, texts)) if served.texts.longest else 0
     if len(messages) > served.max_tokens or size > served.max_tokens * served.texts.longest:
@@ -157,10 +170,13 @@ def _rendered(
     return text
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, chat: ChatFormat) -> dict[str, Any]:
     """Return a message as training wrote it for the template."""
+    values = message.model_dump(exclude_none=True)
+    if message.role == "developer" and "developer" not in chat.source:
+        values["role"] = "system"  # the same role under OpenAI's newer name
     try:
-        return template_message(message.model_dump(exclude_none=True))
+        return template_message(values)
     except ValueError as error:
         raise RequestError(400, f"messages: {error}", "messages") from None
 
@@ -174,7 +190,7 @@ class ChatReply(OpenAIReply):
         served: ServedModel,
         requests: list[TextRequest],
         answers: list[Answer],
-        readers: Sequence[AnswerReader],
+        readers: Sequence[AnswerReader | ChannelReader],
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, served, requests, answers, kind=kind, id_prefix="chatcmpl")

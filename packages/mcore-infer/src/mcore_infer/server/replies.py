@@ -110,7 +110,6 @@ class OpenAIReply(Reply):
         kind: str,
         id_prefix: str,
     ) -> None:
-        """Create the id and the fields that all events share."""
         super().__init__(served, requests, answers)
         self.is_stream = body.stream
         self._sends_usage = body.stream_options.include_usage
@@ -164,8 +163,8 @@ def text_requests(
         prompts: token ids, and the number of tokens to write after them.
         scores: log probabilities to return.
         structure: grammar of the texts; None: any text.
-        end_texts: strings that end a text, in addition to the body's.
-        end_ids: tokens that end a text, in addition to the model's.
+        end_texts: strings that end a text without a structure, in addition to the body's.
+        end_ids: tokens that end a text without a structure, in addition to the model's.
         offsets: length of the text before each prompt's answers; empty: 0.
         kept: names of special tokens that are part of the text, by id.
     """
@@ -179,8 +178,10 @@ def text_requests(
     strings, sequences = _split_stops(body.stop, served.tokenizer)
     sequences += [[token] for token in body.stop_token_ids]
     if not body.ignore_eos:
-        sequences += [[token] for token in (*served.ends, *end_ids)]
-        strings += end_texts
+        sequences += [[token] for token in served.ends]
+        if structure is None:  # within one, marks are part of a value, and it ends the answer
+            sequences += [[token] for token in end_ids]
+            strings += end_texts
     ends = [sequence[0] for sequence in sequences if len(sequence) == 1]
     ends += [] if eod is None else [eod]
     if ends and max(ends) >= served.vocab_size:
@@ -240,8 +241,8 @@ def check_structured_output(field: str) -> None:
 
 
 def seed_or_random(seed: int | None) -> int:
-    """Return the seed; None: a random seed."""
-    return secrets.randbelow(MAX_SEED) if seed is None else seed
+    """Return a seed from 0 to ``MAX_SEED``; None: a random seed."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed % (MAX_SEED + 1)
 
 
 def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ _UNFINISHED = (
 _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
+_MAX_DEPTH, _NUM_ITEMS = 4, 64
+"""Depth to which an answer is serialized item by item, and the items of one part below."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -178,7 +180,7 @@ class EngineResponse:
             self._count(bool(piece.text))
         # Log probabilities of a long text are many: serialize them in a thread, so that the
         # event loop continues to serve other clients.
-        body = await asyncio.to_thread(lambda: as_json(self.reply.complete(pieces)))
+        body = await asyncio.to_thread(lambda: b"".join(long_json(self.reply.complete(pieces))))
         await self._start(send, 200, _JSON | {"content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
@@ -291,6 +293,26 @@ def openai_error(error: RequestError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message, "type": kind, "param": error.field or None}
     return {"error": {**fields, "code": error.code or error.status}}
+
+
+def long_json(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """Yield the parts of ``as_json(value)``; none of them holds the interpreter for long."""
+    if isinstance(value, dict) and depth < _MAX_DEPTH:
+        for i, (name, item) in enumerate(value.items()):
+            yield (b"," if i else b"{") + as_json(name) + b":"
+            yield from long_json(item, depth + 1)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and len(value) > 1:
+        size = 1 if depth < _MAX_DEPTH and isinstance(value[0], (dict, list)) else _NUM_ITEMS
+        for begin in range(0, len(value), size):
+            yield b"," if begin else b"["
+            if size == 1:
+                yield from long_json(value[begin], depth + 1)
+            else:
+                yield as_json(value[begin : begin + size])[1:-1]
+        yield b"]"
+    else:
+        yield as_json(value)
 
 
 def as_json(value: Any) -> bytes:

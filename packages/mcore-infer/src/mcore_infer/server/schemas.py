@@ -152,7 +152,7 @@ class TextBody(Body):
         Annotated[str, Field(pattern="^[0-9]{1,9}$")],
         Annotated[float, Field(ge=-100, le=100)],
     ] = Field(default={}, max_length=1024)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_TEXTS)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(
         default=[],
@@ -244,6 +244,9 @@ class Function(Body):
 class Tool(Body):
     """A tool that the model may use."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "custom": "is refused: give functions, whose parameters are JSON.",
+    }
     type: Literal["function"]
     function: Function
 
@@ -259,6 +262,20 @@ class NamedTool(Body):
 
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class AllowedTools(Body):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolChoice(Body):
+    """A choice of tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CalledFunction(BaseModel):
@@ -301,8 +318,9 @@ class ChatBody(TextBody):
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
     modalities: list[Literal["text"]] = ["text"]
     tools: list[Tool] = Field(default=[], max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool = Field(
-        default="auto", description="auto, none, required, or a function by its name"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolChoice = Field(
+        default="auto",
+        description="auto, none, required, a function by its name, or allowed_tools",
     )
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(
@@ -321,14 +339,31 @@ class ChatBody(TextBody):
         for name in _RESERVED_FOR_TEMPLATE & self.chat_template_kwargs.keys():
             field = "chat_template_kwargs"
             raise _FieldError(field, f"{field} must not hold {name}.")
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            if all(tool.function.name != name for tool in self.tools):
+        names = {tool.function.name for tool in self.tools}
+        for name in self.chosen_names or ():
+            if name not in names:
                 message = f"tool_choice: {name[:100]} is none of the tools."
                 raise _FieldError("tool_choice", message)
-        elif self.tool_choice == "required" and not self.tools:
+        if self.tool_choice == "required" and not self.tools:
             raise _FieldError("tool_choice", "tool_choice=required needs tools.")
         return self
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """Names of the functions that may be called; None: any of the tools."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [] if self.tool_choice == "none" else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a function."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
 
 
 def _check_prompts(prompts: Any) -> Any:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -39,6 +40,9 @@ class ToolFormat:
     named: str = ""
     """Expression for the text before the arguments; its group is the function. Empty: a call is
     JSON with ``name`` and ``arguments`` (or ``parameters``)."""
+    parameter: str = ""
+    """Text of one argument; KEY and VALUE stand for its name and value. Empty: the arguments
+    are one JSON object."""
     separators: tuple[str, ...] = ()
     """Marks around calls that the parser skips."""
 
@@ -107,24 +111,64 @@ _LIST = _json_calls(
     end="]",
     separators=("<|tool_call|>", "<|/tool_call|>"),
 )
+_QWEN_XML = ToolFormat(
+    mark="<tool_call>",
+    before="<tool_call>\n<function=NAME>\n",
+    parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
+    after="</function>\n</tool_call>",
+    between="\n",
+    named=r"<tool_call>\s*<function=([^<>\s]+)>\s*",
+)
+_GLM = ToolFormat(
+    mark="<tool_call>",
+    before="<tool_call>NAME\n",
+    parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    after="</tool_call>",
+    between="\n",
+    named=r"<tool_call>\s*([\w.-]+)\s*(?=<)",
+)
+_MINIMAX = ToolFormat(
+    mark="<minimax:tool_call>",
+    begin="<minimax:tool_call>\n",
+    before='<invoke name="NAME">\n',
+    parameter='<parameter name="KEY">VALUE</parameter>\n',
+    after="</invoke>\n",
+    between="",
+    end="</minimax:tool_call>",
+    named=r'<invoke name="([^"<>]+)">\s*',
+    separators=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+CHANNEL_ENDS = ("<|call|>", "<|return|>")
+"""Marks after which gpt-oss writes nothing."""
+HARMONY = ToolFormat(
+    mark="<|channel|>",
+    before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    after="",
+    separators=("<|start|>", "<|end|>", *CHANNEL_ENDS),
+)
+"""Format of gpt-oss, whose answers consist of messages in channels; see ``ChannelReader``."""
 PLAIN = _json_calls("", begin="[", between=", ", end="]")
 """Format of forced calls if the template has no known format: a JSON list."""
-_FORMATS = (  # marks that the template has, marks that it does not have; the first match counts
-    (("<tool_call>",), ("<function=", "<arg_key>"), _HERMES),
-    (("[TOOL_CALLS]", "[ARGS]"), (), _MISTRAL_ARGS),
-    (("[TOOL_CALLS]",), (), _MISTRAL),
-    ((_DEEPSEEK_V3.mark, "```json"), (), _DEEPSEEK_V3),
-    ((_DEEPSEEK_V31.mark,), (), _DEEPSEEK_V31),
-    (("<|tool_call|>",), (), _LIST),
-    (('"parameters"', "ipython"), (), _LLAMA),
-    (("<|python_tag|>",), (), _LLAMA),
+_FORMATS = (  # marks that the template has; the first match counts
+    ((HARMONY.mark, "<|message|>"), HARMONY),
+    (("<minimax:tool_call>",), _MINIMAX),
+    (("<tool_call>", "<function="), _QWEN_XML),
+    (("<tool_call>", "<arg_key>"), _GLM),
+    (("<tool_call>",), _HERMES),
+    (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), _MISTRAL),
+    ((_DEEPSEEK_V3.mark, "```json"), _DEEPSEEK_V3),
+    ((_DEEPSEEK_V31.mark,), _DEEPSEEK_V31),
+    (("<|tool_call|>",), _LIST),
+    (('"parameters"', "ipython"), _LLAMA),
+    (("<|python_tag|>",), _LLAMA),
 )
 
 
 def tool_format(template: str) -> ToolFormat | None:
     """Return the format of calls of a chat template's model; None: unknown."""
-    for present, absent, form in _FORMATS:
-        if all(t in template for t in present) and not any(t in template for t in absent):
+    for marks, form in _FORMATS:
+        if all(mark in template for mark in marks):
             return form
     return None
 
@@ -137,7 +181,8 @@ def kept_tokens(marks: Sequence[str], tokenizer: Tokenizer) -> dict[int, str]:
 
 def marks_of(form: ToolFormat) -> list[str]:
     """Return all marks of a format."""
-    texts = (form.mark, form.begin, form.before, form.after, form.end, *form.separators)
+    texts = (form.mark, form.begin, form.before, form.after, form.end, form.parameter)
+    texts += form.separators
     return sorted({mark for text in texts for mark in _MARK.findall(text)})
 
 
@@ -168,7 +213,10 @@ def calls_structure(
         before = form.before.replace("NAME", function.name)
         parts = _literal(before, tokenizer), f"arguments{i}", _literal(form.after, tokenizer)
         rules.append(f"call{i}: {' '.join(parts)}")
-        rules.append(f"arguments{i}: {json_rule(function.parameters)}")
+        if form.parameter:
+            rules += _parameter_rules(f"arguments{i}", form, function.parameters, tokenizer)
+        else:
+            rules.append(f"arguments{i}: {json_rule(function.parameters)}")
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     more = ""
     if is_parallel and form.between is not None:
@@ -179,6 +227,48 @@ def calls_structure(
     if answer is not None:
         rules.append(f"answer: {_answer_rule(answer)}")
     return Structure("lark", "\n".join([*_start(texts, thinking_end, tokenizer), *rules, ""]))
+
+
+def _parameter_rules(
+    name: str, form: ToolFormat, schema: Mapping[str, Any], tokenizer: Tokenizer
+) -> list[str]:
+    """Return the rules of arguments that are written one by one, in the order of the schema."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    before, _, after = form.parameter.partition("VALUE")
+    rules, parts = [], []
+    for i, (key, value_schema) in enumerate(properties.items()):
+        part = f"{name}_{i}"
+        parts.append(part if key in required else f"{part}?")
+        end = _literal(after, tokenizer)
+        words = value_schema.get("enum", ()) if isinstance(value_schema, Mapping) else ()
+        words = [json.dumps(each, ensure_ascii=False) for each in words]
+        if not _is_text(value_schema):
+            if isinstance(value_schema, dict):
+                value_schema = {**shared, **value_schema}  # noqa: PLW2901
+            value = f"{part}_value {end}"
+            rules.append(f"{part}_value: {json_rule(value_schema)}")
+        elif words:
+            value = f"({' | '.join(words)}) {end}"
+        elif end.startswith("<["):  # a token ends the text
+            value = f"/(?s:.*)/ {end}"
+        else:
+            value = f"{part}_text"
+            expression = "(?s:.*)" + re.escape(after).replace("\\\n", "\\n")
+            rules.append(f"{part}_text[lazy]: {_expression(expression)}")
+        rules.append(f"{part}: {_literal(before.replace('KEY', key), tokenizer)} {value}")
+    return [f"{name}: {' '.join(parts) or json.dumps('')}", *rules]
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether values of a schema are strings, or null: written as they are, without quotes."""
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if isinstance(choices := schema.get("anyOf"), list):
+        kinds = [choice.get("type") for choice in choices if isinstance(choice, Mapping)]
+    return "string" in kinds and set(kinds) <= {"string", "null"}
 
 
 def answer_after_thinking(
@@ -243,6 +333,8 @@ class AnswerDelta:
 class AnswerReader:
     """Splits the text of one answer into reasoning, content and calls as it arrives.
 
+    For the format of gpt-oss see ``ChannelReader``.
+
     Attributes:
         num_calls: calls so far.
     """
@@ -250,6 +342,7 @@ class AnswerReader:
     def __init__(
         self,
         form: ToolFormat | None,
+        functions: Sequence[Function] = (),
         *,
         reasoning: tuple[str, str] | None = None,
         begins_in_reasoning: bool = False,
@@ -260,12 +353,15 @@ class AnswerReader:
 
         Args:
             form: format of calls; None: calls are not parsed.
+            functions: their schemas tell texts from JSON, where arguments are written one by
+                one.
             reasoning: marks around reasoning; None: reasoning is not separated.
             begins_in_reasoning: whether the prompt ends with the first of these marks.
             is_forced: whether the text consists of calls.
             max_calls: most calls to return; None: no limit.
         """
         self._form, self._reasoning = form, reasoning
+        self._schemas = {each.name: each.parameters for each in functions}
         self._mark = "" if form is None else form.mark
         self._is_forced, self._max_calls = is_forced, max_calls
         self._text = ""  # not divided yet
@@ -340,7 +436,7 @@ class AnswerReader:
     def _call(self, delta: AnswerDelta, is_last: bool) -> None:
         assert self._form is not None
         parsed = 0
-        for call, end in calls_in(self._text, self._form):
+        for call, end in calls_in(self._text, self._form, self._schemas):
             parsed = end
             if self._max_calls is None or self.num_calls < self._max_calls:
                 delta.calls.append(call)
@@ -354,8 +450,97 @@ class AnswerReader:
             self._text = ""
 
 
-def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int]]:
-    """Yield the calls at the start of a text and where each ends; stop at any other text."""
+class ChannelReader:
+    """Splits an answer of gpt-oss as ``AnswerReader`` does: messages in channels.
+
+    A message is a header, ``<|message|>`` and its text, up to a mark. The channel ``analysis``
+    is reasoning, a message ``to=functions.NAME`` is a call, every other one is content. A text
+    without a header is content.
+
+    Attributes:
+        num_calls: calls so far.
+
+    Reference:
+        OpenAI 2025, harmony response format.
+    """
+
+    _ENDS = ("<|end|>", "<|start|>", *CHANNEL_ENDS)
+
+    def __init__(self, *, max_calls: int | None = None) -> None:
+        """Begin with no text; returns at most ``max_calls`` calls, None: all."""
+        self._max_calls, self.num_calls = max_calls, 0
+        self._text, self._header = "", ""
+        self._is_header = True
+
+    def add(self, text: str, *, is_last: bool = False) -> AnswerDelta:
+        """Add a piece of text; return the parts that are complete by now."""
+        self._text += text
+        delta = AnswerDelta()
+        while (
+            self._read_header(is_last) if self._is_header else self._read_body(delta, is_last)
+        ):
+            pass
+        return delta
+
+    def _read_header(self, is_last: bool) -> bool:
+        begins = (HARMONY.mark, " to=", *self._ENDS)
+        text = self._text
+        may_be = any(mark.startswith(text) or text.startswith(mark) for mark in begins)
+        header, mark, rest = text.partition("<|message|>")
+        if may_be and mark:
+            self._header, self._text = header, rest
+        elif is_last or not may_be:
+            self._header = ""
+        else:
+            return False
+        self._is_header = False
+        return True
+
+    def _read_body(self, delta: AnswerDelta, is_last: bool) -> bool:
+        """Read up to the end of a message; return whether it has ended."""
+        call = re.search(r"\bto=(?:functions\.)?([\w.-]+)", self._header)
+        text = self._text
+        at = min((i for i in map(text.find, self._ENDS) if i >= 0), default=-1)
+        if at < 0 and call and not is_last:
+            return False
+        has_ended = at >= 0
+        if not has_ended:
+            held = 0 if is_last else max(overlap(text, mark) for mark in self._ENDS)
+            at = len(text) - held
+        body, self._text = text[:at], text[at:]
+        if has_ended:
+            self._is_header = True
+            for mark in ("<|end|>", *CHANNEL_ENDS):
+                self._text = self._text.removeprefix(mark)
+        if call and (arguments := _object(body)) is not None:
+            if self._max_calls is None or self.num_calls < self._max_calls:
+                delta.calls.append((call[1], _text(json.dumps(arguments, ensure_ascii=False))))
+                self.num_calls += 1
+        elif "<|channel|>analysis" in self._header and not call:
+            delta.reasoning += body
+        else:
+            delta.content += body
+        return has_ended
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def calls_in(
+    text: str, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the calls at the start of a text and where each ends; stop at any other text.
+
+    Args:
+        text: of an answer.
+        form: of its calls.
+        schemas: of the parameters of functions, by name.
+    """
     decoder, position = json.JSONDecoder(), 0
     blank = re.compile("|".join([r"[\s,]", *map(re.escape, form.separators)]))
     named = re.compile(form.named)
@@ -369,6 +554,14 @@ def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int
             if not (match := named.match(text, position)):
                 return
             name, position = match[1], match.end()
+        if form.parameter:
+            assert name is not None
+            found = _arguments_in(text, position, form, schemas.get(name, {}))
+            if found is None:
+                return
+            arguments, position = found
+            yield (name, _text(json.dumps(arguments, ensure_ascii=False))), position
+            continue
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
@@ -383,6 +576,33 @@ def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int
                 (_text(str(call[0])), _text(json.dumps(call[1], ensure_ascii=False))),
                 position,
             )
+
+
+def _arguments_in(
+    text: str, position: int, form: ToolFormat, schema: Mapping[str, Any]
+) -> tuple[dict[str, Any], int] | None:
+    """Return arguments that are written one by one, and the end of their call; None: others."""
+    expression = re.escape(form.parameter.strip()).replace("\\\n", r"\n?")
+    expression = expression.replace("KEY", '([^<>"\\n]+)').replace("VALUE", "(.*?)")
+    parameter = re.compile(rf"\s*{expression}", re.DOTALL)
+    properties = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    while match := parameter.match(text, position):
+        arguments[match[1]] = _value_of(match[2], properties.get(match[1]))
+        position = match.end()
+    end = re.compile(r"\s*" + r"\s*".join(map(re.escape, form.after.split())))
+    match = end.match(text, position)
+    return (arguments, match.end()) if match else None
+
+
+def _value_of(text: str, schema: Any) -> Any:
+    """Return the value of a parameter: the text of a string, else JSON if the text is JSON."""
+    if _is_text(schema) and not (text == "null" and "null" in str(schema)):
+        return text
+    try:
+        return json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text(text: str) -> str:

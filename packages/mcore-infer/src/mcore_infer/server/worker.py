@@ -87,7 +87,6 @@ class Requests:
     """
 
     def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-        """Start without groups."""
         self.engine, self.axis, self.replicas = engine, axis, replicas
         self.has_work, self.counts = False, _counts(engine)
         self._group_of: dict[int, tuple[int, int]] = {}  # engine's number -> group, index

@@ -6,7 +6,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+from urllib.parse import unquote
 
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -20,6 +21,8 @@ _MISSING = "structured output needs llguidance: pip install 'mcore-infer[structu
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NUM_INCLUDED = 16
+"""Most subschemas of one conjunction that are read together."""
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 
 
@@ -75,17 +78,100 @@ def finite(schema: Any) -> Any:
 
     Such a part refers to or requires itself. With ``false`` in its place, llguidance refuses a
     schema that requires the part, and leaves out an optional part; otherwise texts would start
-    an endless value.
+    an endless value. The time is linear in the size of the schema.
     """
+    has_value, num_parts = _parts_with_values(schema)
+    return schema if num_parts == len(has_value) else _replaced(schema, has_value)
+
+
+def _parts_with_values(schema: Any) -> tuple[set[int], int]:
+    """Return the ids of subschemas that a finite value satisfies, and the number of all.
+
+    A least fixed point: each subschema is a gate, true once all or any of its inputs are true,
+    and each input is counted once (Dowling and Gallier 1984).
+    """
+    open_inputs: list[int] = []  # of each gate: inputs that must still become true
+    users: list[list[int]] = []  # of each gate: gates that have it as an input
+    gates: dict[int, int] = {}  # id of a subschema -> gate
+    pending: list[dict[str, Any]] = []
+    anchors = {f"#{n['$anchor']}": n for n in _subschemas(schema) if "$anchor" in n}
+
+    def gate() -> int:
+        open_inputs.append(0)
+        users.append([])
+        return len(users) - 1
+
+    def gate_of(part: Any) -> int | None:
+        """Return the gate of a subschema; None: a value satisfies it."""
+        if part is False:
+            return never
+        if not isinstance(part, dict):
+            return None
+        if id(part) not in gates:
+            gates[id(part)] = gate()
+            pending.append(part)
+        return gates[id(part)]
+
+    def require(number: int, *inputs: int | None) -> None:
+        for each in inputs:
+            if each is not None:
+                users[each].append(number)
+                open_inputs[number] += 1
+
+    def any_of(inputs: Sequence[int | None]) -> int | None:
+        if None in inputs:
+            return None
+        number = gate()
+        open_inputs[number] = 1
+        for each in inputs:
+            users[cast("int", each)].append(number)
+        return number
+
+    def kind_gate(kind: Any, parts: Sequence[dict[str, Any]]) -> int | None:
+        """Return the gate of objects or arrays that satisfy all parts; None: other types."""
+        number = gate()
+        if kind == "object":
+            required = {name for part in parts for name in _required(part)}
+            for part in parts:
+                require(number, *(any_of([*map(gate_of, _of_name(part, n))]) for n in required))
+                if _count(part, "minProperties") > len(required):
+                    require(number, any_of([*map(gate_of, _of_any_name(part))]))
+            return number
+        for part in parts if kind == "array" else ():
+            first, count = _values(part, "prefixItems"), _count(part, "minItems")
+            rest = [part.get("items", True)] if count > len(first) else []
+            require(number, *map(gate_of, [*first[:count], *rest]))
+        return number if kind == "array" else None
+
+    never = gate()
+    open_inputs[never] = 1
     nodes = list(_subschemas(schema))
-    has_value: set[int] = set()
-    num_known = -1
-    while num_known < len(has_value):  # least fixed point, starting from finite parts
-        num_known = len(has_value)
-        has_value |= {id(node) for node in nodes if _has_value(node, schema, has_value)}
-    if num_known == len({id(node) for node in nodes}):
-        return schema
-    return _replaced(schema, has_value)
+    for node in nodes:
+        gate_of(node)
+    while pending:
+        node = pending.pop()
+        number = gates[id(node)]
+        require(number, *map(gate_of, _values(node, "allOf")))
+        if isinstance(reference := node.get("$ref"), str):
+            require(number, gate_of(_target(reference, schema, anchors)))
+        for name in ("anyOf", "oneOf"):
+            if isinstance(node.get(name), list):
+                require(number, any_of([*map(gate_of, node[name])]))
+        if node.keys() == {"$ref"}:
+            continue
+        parts = _conjunction(node, schema, anchors)
+        kinds = next((part["type"] for part in parts if "type" in part), None)
+        if kinds is None or any("enum" in part or "const" in part for part in parts):
+            continue  # a value of another type than object and array satisfies it
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        require(number, any_of([kind_gate(kind, parts) for kind in kinds]))
+    ready = [number for number, count in enumerate(open_inputs) if not count]
+    while ready:
+        for user in users[ready.pop()]:
+            open_inputs[user] -= 1
+            if not open_inputs[user]:  # the other inputs of a gate of any make it negative
+                ready.append(user)
+    return {part for part, number in gates.items() if open_inputs[number] <= 0}, len(gates)
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -104,49 +190,58 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
         pending += [node[name] for name in _SCHEMAS if name in node]
 
 
-def _has_value(node: dict[str, Any], root: Any, known: set[int]) -> bool:
-    """Whether a value satisfies a schema, given the subschemas ``known`` to have values."""
-
-    def holds(part: Any) -> bool:
-        return part is not False and (not isinstance(part, dict) or id(part) in known)
-
-    if isinstance(reference := node.get("$ref"), str) and not holds(_target(reference, root)):
-        return False
-    if isinstance(parts := node.get("allOf"), list) and not all(map(holds, parts)):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if isinstance(parts := node.get(name), list) and not any(map(holds, parts)):
-            return False
-    if "enum" in node or "const" in node or "type" not in node:
-        return True  # a value of another type than object and array satisfies it
-    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    return any(_KINDS.get(kind, lambda *_: True)(node, holds) for kind in kinds)
+def _conjunction(node: dict[str, Any], root: Any, anchors: Any) -> list[dict[str, Any]]:
+    """Return a subschema and the first that it includes by ``allOf`` and ``$ref``."""
+    parts, seen = [node], {id(node)}
+    for part in parts:
+        included = list(_values(part, "allOf"))
+        if isinstance(reference := part.get("$ref"), str):
+            included.append(_target(reference, root, anchors))
+        for each in included:
+            if isinstance(each, dict) and id(each) not in seen and len(parts) < _NUM_INCLUDED:
+                seen.add(id(each))
+                parts.append(each)
+    return parts
 
 
-def _object_has_value(node: dict[str, Any], holds: Any) -> bool:
-    parts, required = node.get("properties"), node.get("required")
-    if not isinstance(parts, dict) or not isinstance(required, list):
-        return True
-    return all(holds(parts.get(name, True)) for name in required if isinstance(name, str))
+def _required(part: dict[str, Any]) -> list[str]:
+    return [name for name in _values(part, "required") if isinstance(name, str)]
 
 
-def _array_has_value(node: dict[str, Any], holds: Any) -> bool:
-    min_items, first = node.get("minItems", 0), node.get("prefixItems")
-    first = first if isinstance(first, list) else []
-    if not isinstance(min_items, int) or not all(map(holds, first[:min_items])):
-        return not isinstance(min_items, int)
-    return min_items <= len(first) or holds(node.get("items", True))
+def _values(part: dict[str, Any], name: str) -> list[Any]:
+    return part[name] if isinstance(part.get(name), list) else []
 
 
-_KINDS = {"object": _object_has_value, "array": _array_has_value}
+def _count(part: dict[str, Any], name: str) -> int:
+    return part[name] if isinstance(part.get(name), int) else 0
 
 
-def _target(reference: str, root: Any) -> Any:
+def _of_name(part: dict[str, Any], name: str) -> list[Any]:
+    """Return the subschemas of which one applies to a property."""
+    properties = part.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return [properties[name]]
+    patterns = part.get("patternProperties")
+    patterns = list(patterns.values()) if isinstance(patterns, dict) else []
+    return [*patterns, part.get("additionalProperties", True)]
+
+
+def _of_any_name(part: dict[str, Any]) -> list[Any]:
+    properties = part.get("properties")
+    given = list(properties.values()) if isinstance(properties, dict) else []
+    return [*given, *_of_name({**part, "properties": {}}, "")]
+
+
+def _target(reference: str, root: Any, anchors: Any) -> Any:
     """Return the target of a local reference; True for other references."""
+    if isinstance(root, dict) and isinstance(base := root.get("$id"), str) and base:
+        reference = reference.removeprefix(base.removesuffix("#")) or "#"
+    if reference in anchors:
+        return anchors[reference]
     if reference != "#" and not reference.startswith("#/"):
         return True
     node = root
-    for part in reference[2:].split("/") if len(reference) > 1 else ():
+    for part in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(node, list) and name.isdigit() and int(name) < len(node):
             node = node[int(name)]

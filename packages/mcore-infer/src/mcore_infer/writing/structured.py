@@ -101,9 +101,9 @@ class Grammars:
 
     def _compile(self, structure: Structure, is_tried: bool) -> "_Compiled":
         vocabulary = self._vocabulary
-        grammar = build_grammar(structure)
-        if is_tried:
+        if is_tried:  # before anything is computed here, where nothing limits the time
             self._trial.check(structure)
+        grammar = build_grammar(structure)
         begin = time.monotonic()
         matcher = vocabulary.compile(grammar, structure.kind)
         return _Compiled(matcher, time.monotonic() - begin)

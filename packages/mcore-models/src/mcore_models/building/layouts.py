@@ -69,9 +69,21 @@ def layout_problems(
     if "mamba" in used:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
-        problems += _delta_problems(config, parallel)
+        problems += _split_problems(
+            parallel,
+            "--linear-num-key-heads",
+            config.linear_num_key_heads,
+            "gated delta nets",
+            "heads",
+        )
     if "short_conv" in used:
-        problems += _short_conv_problems(config, parallel)
+        problems += _split_problems(
+            parallel,
+            "--hidden-size",
+            config.hidden_size,
+            "gated short convolutions",
+            "channels",
+        )
     problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
@@ -132,30 +144,18 @@ def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
     return [problem] if problem else []
 
 
-def _delta_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+def _split_problems(
+    parallel: ParallelConfig, option: str, size: int, layers: str, parts: str
+) -> list[str]:
+    """Refuse a size of recurrent layers that tensor and context ranks do not divide."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads = config.linear_num_key_heads
-    if heads % (tp * cp) == 0:
+    if size % (tp * cp) == 0:
         return []
     split = f"--tensor-model-parallel-size {tp}"
     split += f" x --context-parallel-size {cp}" if cp > 1 else ""
     problem = (
-        f"--linear-num-key-heads {heads} of gated delta nets cannot be split over {split}: "
-        f"heads must divide evenly. Use {_listed(divisors(heads))} ranks."
-    )
-    return [problem]
-
-
-def _short_conv_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    width = config.hidden_size
-    if width % (tp * cp) == 0:
-        return []
-    split = f"--tensor-model-parallel-size {tp}"
-    split += f" x --context-parallel-size {cp}" if cp > 1 else ""
-    problem = (
-        f"--hidden-size {width} of gated short convolutions cannot be split over {split}: "
-        f"channels must divide evenly. Use {_listed(divisors(width))} ranks."
+        f"{option} {size} of {layers} cannot be split over {split}: "
+        f"{parts} must divide evenly. Use {_listed(divisors(size))} ranks."
     )
     return [problem]
 

@@ -46,7 +46,7 @@ class Residual(NamedTuple):
         return self.x if self.branch is None else self.x + self.branch
 
     def settled(self) -> "Residual":
-        """Return the stream with nothing left to add."""
+        """Return the stream with the pending output added."""
         return Residual(self.total(), None, self.aux)
 
     def plus(
@@ -56,7 +56,7 @@ class Residual(NamedTuple):
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
     def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
-        """Return the norm of the stream, and the stream with nothing left to add."""
+        """Return the norm of the stream, and the stream with the pending output added."""
         if isinstance(norm, nn.Identity) or self.branch is None:
             settled = self.settled()
             return norm(settled.x), settled
@@ -139,7 +139,7 @@ class ResidualBlock(nn.Module):
         mixer: Callable[[Tensor], Output],
         recomputed_as: str = "",
     ) -> tuple[Output, Residual]:
-        """Return ``mixer(norm(x))``, and the stream with nothing left to add.
+        """Return ``mixer(norm(x))``, and the stream with the pending output added.
 
         Args:
             stream: x, and an output that the norm adds to it.

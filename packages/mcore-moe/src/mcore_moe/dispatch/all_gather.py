@@ -44,7 +44,6 @@ class AllGatherDispatcher(Dispatcher):
     """
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
-        """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
         self.overlap_callback: OverlapCallback = None
 

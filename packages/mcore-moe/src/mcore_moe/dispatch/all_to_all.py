@@ -84,7 +84,6 @@ class AllToAllDispatcher(Dispatcher):
     """Sends each row to the rank of its expert and back, by all-to-all."""
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
-        """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
         self.overlap_callback: OverlapCallback = None
 

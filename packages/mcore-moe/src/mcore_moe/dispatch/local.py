@@ -14,7 +14,6 @@ class LocalDispatcher(Dispatcher):
     """All experts are on this rank."""
 
     def __init__(self, config: MoEConfig) -> None:
-        """Keep the config: number of experts, and padding to capacity."""
         self.config = config
 
     def dispatch(

@@ -203,7 +203,6 @@ class Gathered:
     """Reference of ``Peers`` in plain torch: every rank gathers the tensors of all."""
 
     def __init__(self, ep: Axis) -> None:
-        """Keep the axis."""
         self.ep = ep
 
     def gather(self, ids: Int[Tensor, "T k"]) -> Int[Tensor, "M k"]:

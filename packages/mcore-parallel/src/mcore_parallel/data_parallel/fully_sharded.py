@@ -4,9 +4,9 @@ Each block is one unit of communication, the rest of a chunk another: weights ar
 unit's forward and backward, gradients reduce-scattered after it. What a rank keeps is its rows
 of every weight, in float32 where the model computes in 16 bits (they are the main weights), and
 gradients alike, into which micro-batches add up. With ``main_grads_dtype`` bf16 both have 16
-bits, and main weights are the optimizer's: in host memory, say, or none. Tensor and expert
-parallelism are inside: rows are those of the rank's own part. With several instances of the
-optimizer the data ranks of one instance share the weights, and gradients are summed over
+bits, and main weights, if any, belong to the optimizer, for example in host memory. Tensor and
+expert parallelism are inside: rows are those of the rank's own part. With several instances of
+the optimizer the data ranks of one instance share the weights, and gradients are summed over
 instances once a step.
 
 Weights may be on the meta device before: rows begin as zeros and ``fill_weights`` sets them,

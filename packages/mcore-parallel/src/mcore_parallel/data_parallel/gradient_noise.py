@@ -63,7 +63,6 @@ class GradientNoise:
     """
 
     def __init__(self, data_parallel: DataParallel) -> None:
-        """Measure nothing yet; no communication."""
         self._data_parallel = data_parallel
         dense = [b for b in data_parallel.buckets if b.kind == "dense" and not b.is_late]
         # Slots that add several micro-batches at once hold none of them alone.

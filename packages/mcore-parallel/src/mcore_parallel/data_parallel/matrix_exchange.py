@@ -240,7 +240,7 @@ class MatrixExchange:
 
         Args:
             chunk: its number.
-            messages: flat, laid out as ``place`` was told.
+            messages: flat, in the layout that ``place`` was given.
         """
         here, me = self._chunks[chunk], self._stage.rank
         packed, send = [], []

@@ -167,7 +167,7 @@ def initialize(
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
             store=store,
-            rank=env.rank if store is not None else -1,  # -1: as the environment tells
+            rank=env.rank if store is not None else -1,  # -1: from the environment
             world_size=env.world_size if store is not None else -1,
         )
         wait_for_all()

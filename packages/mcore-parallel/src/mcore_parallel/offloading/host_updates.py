@@ -50,7 +50,6 @@ class CudaQueues:
     """``Queues`` of a GPU: the current stream and two more streams."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the streams."""
         self._device = device
         self._streams = {
             "fetch": torch.cuda.Stream(device),

@@ -4,8 +4,8 @@ Page-locked memory is copied asynchronously; torch's allocator would round each 
 power of two. A file is on an NVMe drive: the system reads the pages that an update touches and
 writes back the pages that changed. The file's space is allocated before the first step, so a
 full disk does not end a run, except on ZFS and btrfs: these write changed pages to new space,
-and SIGBUS ends the run if there is none. The file has no name, so nothing is left however a run
-ends; checkpoints do not use the file.
+and SIGBUS ends the run if the disk is full. The file has no name, so the system removes it with
+the process; checkpoints do not use the file.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.
 """

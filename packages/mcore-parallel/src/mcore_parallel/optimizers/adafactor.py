@@ -28,7 +28,6 @@ class Adafactor:
     moments: Mapping[str, MomentDtype] = MappingProxyType({})
 
     def __init__(self, config: AdafactorConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
@@ -46,7 +45,7 @@ class Adafactor:
     def message(
         self,
         grad: Float[Tensor, " n"],
-        moments: Mapping[str, Float[Tensor, " n"]],  # noqa: ARG002 - there are none
+        moments: Mapping[str, Float[Tensor, " n"]],  # noqa: ARG002 - Adafactor has no moments
         *,
         grad_scale: Float[Tensor, ""] | float,
     ) -> Float[Tensor, " n"]:

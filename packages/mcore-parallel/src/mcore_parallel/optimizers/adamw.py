@@ -17,7 +17,6 @@ class AdamW:
     """The update rule; ``num_steps`` is a plain integer, so a step makes no host sync."""
 
     def __init__(self, config: AdamConfig, is_applied: Bool[Tensor, ""] | None = None) -> None:
-        """Take the constants, the dtypes of the moments, and the mask of ``masked``."""
         self.config, self._is_applied = config, is_applied
 
     @property

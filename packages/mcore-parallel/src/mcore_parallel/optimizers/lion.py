@@ -20,7 +20,6 @@ class Lion:
     moments: Mapping[str, MomentDtype] = MappingProxyType({"momentum": "fp32"})
 
     def __init__(self, config: LionConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def update(

@@ -35,7 +35,6 @@ class Muon:
     moments: Mapping[str, MomentDtype] = MappingProxyType({"momentum": "fp32"})
 
     def __init__(self, config: MuonConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:

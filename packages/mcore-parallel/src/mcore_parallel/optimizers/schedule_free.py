@@ -27,7 +27,6 @@ class ScheduleFree:
     )
 
     def __init__(self, config: ScheduleFreeConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def update(

@@ -16,7 +16,6 @@ class SGD:
     """The update rule."""
 
     def __init__(self, config: SGDConfig) -> None:
-        """Take the momentum; with 0.0 there is no state."""
         self.momentum = config.sgd_momentum
 
     @property

@@ -34,7 +34,6 @@ class Soap:
     moments: Mapping[str, MomentDtype] = MappingProxyType({})
 
     def __init__(self, config: SoapConfig) -> None:
-        """Take the constants."""
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:

@@ -38,7 +38,7 @@ def _wrong_num_stages(values: Any) -> str:
 
 
 def _conflicting_splits(values: Any) -> str:
-    """Return the error message if several options say how to split layers, else ''."""
+    """Return the error message if several options split the layers, else ''."""
     options = {
         "--pipeline-model-parallel-layout": bool(values.pipeline_model_parallel_layout),
         "--decoder-first/last-pipeline-num-layers": bool(

@@ -175,8 +175,8 @@ def _share(run: Run, micro_batch_size: int) -> dict[str, Any]:
     is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking
     is_packed = is_packed or data.sft or data.preferences
     entries = run.entries
-    # Of entries that this rank does not read, the first of each length is still loaded: its
-    # shape tells how long rows are.
+    # Of entries that this rank does not read, one of each length is still loaded, because its
+    # shape gives the length of the rows.
     firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
     read = {*firsts.values()} | run.read_entries
     if data.reset_position_ids or is_packed or not run.datasets.sources:

@@ -72,15 +72,15 @@ def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
 
 
 def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Read what a run's checkpoints take along from where it began; no communication.
+    """Read the files that checkpoints of a run copy from its origin; no communication.
 
     Args:
         config: of the run.
         tokenizer: the run's; None where it has none.
 
     Returns:
-        ``generation_config.json``, which holds the ids of tokens that end a text; nothing if
-        there is none, or if it is of another tokenizer.
+        ``generation_config.json``, which holds the ids of tokens that end a text; empty if the
+        origin has no such file, or another tokenizer.
     """
     from mcore_ckpt.formats.hf_folder import GENERATION  # imports torch
 
@@ -122,7 +122,7 @@ def _is_same(config: TrainConfig, tokenizer: Tokenizer, origin: Path) -> bool:
 
 
 def starting_point(config: TrainConfig) -> LoadConfig:
-    """Return what a run starts from: with ``--auto-resume`` from ``--save``, once it can."""
+    """Return the options of loading; ``--auto-resume`` loads from ``--save`` if it can."""
     loading, save = config.loading, config.saving.save
     if not loading.auto_resume or not save or find_checkpoint(save) is None:
         return loading
@@ -130,7 +130,7 @@ def starting_point(config: TrainConfig) -> LoadConfig:
 
 
 def start_kind(config: TrainConfig) -> Literal["", "weights", "run"]:
-    """Return what a run begins with: nothing, a model's weights, or all of a run's state."""
+    """Return what a run loads: nothing, the weights of a model, or the state of a run."""
     loading = starting_point(config)
     folder = find_checkpoint(loading.load, loading.ckpt_step) if loading.load else None
     if folder is None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_base.field_checks import check_at_least
+from mcore_base.options import Options, option
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.launch import launcher
@@ -90,26 +90,23 @@ BAD_PAIRS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorOptions:
+class DoctorOptions(Options):
     """What the run to come needs of the cluster."""
 
     save: str = ""
     """Folder of the run, which all hosts must share; empty: no folder is measured."""
     log_dir: str = ""
     """Folder of the ranks' logs, which all hosts must share."""
-    checkpoint_gib: float = 0.0
+    checkpoint_gib: float = option(0.0, minimum=0)
     """Bytes of one checkpoint; --save must have room for two."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure; auto: CUDA where present."""
     timeout_minutes: float = 2.0
     """After which a rank that does not come ends the check."""
-    nproc: int = 0
+    nproc: int = option(0, minimum=0)
     """Ranks to start on this host; 0: this process alone, or what torchrun or Slurm started."""
     json: bool = False
     """Print one JSON object instead of the page."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "checkpoint_gib", "nproc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

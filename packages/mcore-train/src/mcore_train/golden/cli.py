@@ -190,7 +190,7 @@ def update(output: str, /, reason: str = "", root: str = "tests/functional_tests
 
 
 def _read_run(folder: Path, root: Path) -> tuple[dict[str, Any], list[Case]]:
-    """Read what a run was to train."""
+    """Read the options of a recorded run."""
     if not (folder / RUN_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no golden run: it has no {RUN_FILE}.")
     selection = json.loads((folder / RUN_FILE).read_text())
@@ -198,7 +198,7 @@ def _read_run(folder: Path, root: Path) -> tuple[dict[str, Any], list[Case]]:
 
 
 def _read_results(place: Path) -> tuple[list[Mapping[str, Any]], str]:
-    """Read the repetitions of a case, or why there are none."""
+    """Read the repetitions of a case, or the reason why a case has no results."""
     if not (place / RESULTS).is_file():
         return [], f"it did not run: no {place / RESULTS}"
     content = json.loads((place / RESULTS).read_text())

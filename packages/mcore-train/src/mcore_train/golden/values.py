@@ -39,7 +39,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Comparison:
-    """What a comparison of one case came to."""
+    """Result of the comparison of one case."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

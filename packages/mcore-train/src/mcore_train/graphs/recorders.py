@@ -34,7 +34,6 @@ class CudaRecorder:
     """Records CUDA graphs, each in one of several pools of memory."""
 
     def __init__(self, streams: RngStreams) -> None:
-        """Record nothing yet; ``streams`` may be drawn from."""
         self._streams = streams
         self._pools: dict[Hashable, Any] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []

@@ -22,7 +22,7 @@ class GCControl:
         self._was_enabled = False
 
     def __enter__(self) -> "GCControl":
-        """Set aside what is alive, and stop the collector."""
+        """Freeze all live objects and disable automatic garbage collection."""
         if self.interval:
             self._was_enabled = gc.isenabled()
             gc.freeze()

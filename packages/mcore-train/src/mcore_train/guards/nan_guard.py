@@ -42,7 +42,6 @@ class HostCopy:
     """A copy of a tensor for the host, which reads it without waiting for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Begin the copy."""
         self._tensor, self._copied = tensor.detach(), None
         if tensor.is_cuda:
             self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -10,7 +10,7 @@ computed again:
    others has a broken device;
 3. where all agree, the result is that of data and weights, and the usual checks go on.
 
-Megatron-Core's rerun state machine tells the same three apart over a restart of the job.
+Megatron-Core's rerun state machine separates the same three causes over a restart of the job.
 """
 
 import logging
@@ -91,7 +91,7 @@ class Rerun:
         self._tolerance = 0.0 if is_exact else GPU_TOLERANCE
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Remember what a step is computed from, before it is computed."""
+        """Record the inputs of a step before the step is computed."""
         self._step = batches, self._run.streams.state()
 
     def check(

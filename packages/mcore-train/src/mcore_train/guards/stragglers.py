@@ -190,7 +190,7 @@ class StragglerWatch:
         began_s, data_s = time.perf_counter(), self._data_s
         is_last = number >= self._due
         is_first = not self._last_s
-        # The host of a GPU runs ahead: its stack tells nothing of the device.
+        # The host runs ahead of a GPU: the stack of the host does not show the device's work.
         on_cpu = self._ctx.device.type == "cpu"
         sampler = (
             _Sampler(self._last_s / SAMPLES) if is_last and on_cpu and not is_first else None

@@ -267,7 +267,7 @@ def _bitwise(what: str, differs: str | bool) -> Line:
 
 
 def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    """Name the first tensor that is not the same to the last bit, or return nothing."""
+    """Return the name of the first tensor whose bits differ; empty: none differs."""
     names = (n for n in expected if n not in found or not torch.equal(found[n], expected[n]))
     return next(names, "")
 

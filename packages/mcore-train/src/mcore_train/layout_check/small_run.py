@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_models.families import Family
 from mcore_train.checkpoints.origin import start_kind
 from mcore_train.composition import TrainConfig, compose, flat, without_idle_options

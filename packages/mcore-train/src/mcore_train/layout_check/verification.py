@@ -67,7 +67,7 @@ of rounding in few bits."""
 
 
 def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]) -> int:
-    """Verify what a command line describes; print the table and write the certificate.
+    """Verify the layout of a command line; print the table and write the certificate.
 
     Until the end the certificate file holds that the comparison was stopped, and after an error
     its message.
@@ -210,8 +210,8 @@ def alone(plan: Plan) -> Plan:
     """Return the plan of the same training on one rank, computed plainly: no axis is split.
 
     Nothing is recomputed, offloaded, overlapped, recorded as a graph or cut in parts, so that
-    a fault of these is the layout's alone. Micro-batches stay, since experts balance over each
-    one; ``shared_options`` names what else does.
+    a fault of these is the layout's alone. Micro-batches keep their size, since experts are
+    balanced over each of them; ``shared_options`` names the other options that are kept.
     """
     config = plan.config
     experts = config.experts

@@ -51,10 +51,10 @@ def migrate(
     Args:
         file: the script or config.
         output: file for the recipe; empty: the recipe is printed.
-        command: what the recipe is for; empty: as the file tells, else gpt.
+        command: command of the recipe; empty: that of the file, else gpt.
         set: variables that a script leaves open, NAME=VALUE; arguments of the script by number.
         model: preset for the dry run of a file that describes no model.
-        world_size: ranks of the dry run; 0: as the file tells, else the fewest of its layout.
+        world_size: ranks of the dry run; 0: that of the file, else the fewest of its layout.
         dry_run: resolve the run of the recipe, on one CPU.
     """
     from mcore_train.migrating.migration import (

@@ -1,7 +1,6 @@
-"""From what a file asks for to a recipe, with an answer for each flag."""
+"""Translates the flags of a file into a recipe, with an answer for each flag."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,7 +12,6 @@ from mcore_base.command_line import (
     Option,
     is_flag,
     list_options,
-    option_texts,
     read_words,
 )
 from mcore_base.command_line import unknown as unknown_option
@@ -27,17 +25,14 @@ from mcore_train.options.megatron_defaults import (
     defaults_not_taken,
 )
 from mcore_train.options.megatron_flags import (
-    INSTEAD,
-    NOTES,
-    SPELLINGS,
-    VALUES,
-    matching,
+    find_foreign,
+    megatron_default,
     translate,
+    translated_names,
 )
 from mcore_train.options.parsing import LAYERS_PER_STAGE, virtual_stages
 from mcore_train.options.recipe import Value, write_recipe
 
-_THEIRS = re.compile(r"Megatron's default: ([^.]+(?:\.\d+)?)\.")
 _GROUPS_NOTE = "--num-query-groups"
 _HEADINGS = {
     "changed default": "Megatron's default differs; not in the file",
@@ -82,7 +77,7 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
     Args:
         path: of the file.
         settings: variables that a script leaves open.
-        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: as the file tells.
+        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: that of the file.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -161,54 +156,46 @@ def _answer(
     """Classify one flag with its values."""
     name, values = words[0], words[1:]
     faults = FaultCollector()
+    row = find_foreign(name)
     if name in known:
-        becomes = VALUES.get((name, values[0] if values else ""))
-        if name == LAYERS_PER_STAGE:
-            reason = "--num-virtual-stages-per-pipeline-rank, counted from --num-layers"
-            return Answer(given.text, "renamed", reason)
+        becomes = row.values.get(values[0]) if row and values else None
+        if name == LAYERS_PER_STAGE and row:
+            return Answer(given.text, "renamed", f"{row.becomes}, {row.note}")
         line = translate(words, known, faults)
         read_words(options, line.words, faults)
         if faults.lines:
             return Answer(given.text, "refused", " ".join(faults.lines))
-        spelled = " ".join(becomes or words)
         if becomes or not given.text.replace("=", " ").startswith(name):
-            return Answer(given.text, "renamed", spelled)
+            return Answer(given.text, "renamed", becomes or " ".join(words))
         return Answer(given.text, "same")
-    spelling = SPELLINGS.get(name)
-    if spelling is not None:
-        needed = [spelling.needs] if spelling.needs in names else []
+    if row is not None and row.becomes:
+        needed = [row.needs] if row.needs in names else []
         line = translate([*words, *needed], known, faults)
         read_words(options, [*line.words, *line.defaults], faults)
         if faults.lines:
-            reason = _of_another(spelling.becomes[:1]) or " ".join(faults.lines)
+            reason = _of_another(row.flags[:1]) or " ".join(faults.lines)
             return Answer(given.text, "refused", reason)
-        if not spelling.becomes or (spelling.is_default and spelling.becomes[0] in names):
-            return Answer(given.text, "note", spelling.note)
-        after = [] if spelling.num_values else values
-        note = f" ({spelling.note})" if spelling.note else ""
-        return Answer(given.text, "renamed", " ".join([*spelling.becomes, *after]) + note)
-    if note := matching(name, NOTES):
-        return Answer(given.text, "note", note)
+        if row.yields and row.flags[0] in names:
+            return Answer(given.text, "note", row.note)
+        after = [] if row.num_dropped else values
+        note = f" ({row.note})" if row.note else ""
+        return Answer(given.text, "renamed", " ".join([*row.flags, *after]) + note)
+    if row is not None and row.note:
+        translate(words, known, faults)
+        kind = "refused" if faults.lines else "note"
+        return Answer(given.text, kind, " ".join(faults.lines) or row.note)
     if elsewhere := _of_another([name]):
         return Answer(given.text, "refused", elsewhere)
-    if instead := matching(name, INSTEAD):
-        return Answer(given.text, "refused", instead)
+    if row is not None:
+        return Answer(given.text, "refused", f"{row.refused}.")
     if not given.text.startswith("--"):
         return Answer(given.text, "refused", "this key has no counterpart; left out")
-    return Answer(given.text, "refused", unknown_option(name, {*known, *SPELLINGS}))
+    return Answer(given.text, "refused", unknown_option(name, {*known, *translated_names()}))
 
 
 @cache
 def _flag_names(config_type: type[TrainConfig]) -> frozenset[str]:
     return frozenset(flag_names(config_type))
-
-
-@cache
-def _documented_defaults(config_type: type[TrainConfig]) -> Mapping[str, str]:
-    """Map options whose default is not Megatron's to Megatron's, from their docstrings."""
-    texts = option_texts(list_options(config_type))
-    found = {name: _THEIRS.search(text) for (_, name), text in texts.items()}
-    return {name: match[1] for name, match in found.items() if match}
 
 
 def _of_another(flags: Sequence[str]) -> str:
@@ -246,7 +233,7 @@ def _drop_idle(
     answers: list[Answer],
     owners: Mapping[str, int],
 ) -> None:
-    """Leave out options whose feature nothing turns on; a run would refuse them.
+    """Remove options of features that are off, which a run would refuse.
 
     ``outside`` has options that the recipe does not set: Megatron's defaults, open ones.
     """
@@ -329,12 +316,13 @@ def _take_defaults(
         for name, value in missing.items()
     ]
     idle = idle_options(values, types_of(config_type).values())
-    for name, theirs in _documented_defaults(config_type).items():
-        if name in {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS}:
-            continue
-        if not theirs.startswith("none"):  # what Megatron requires is in the file
-            reason = f"{theirs} in Megatron, {_spelled(ours[name])} here; give it to have that"
-            answers.append(Answer(f"--{name.replace('_', '-')}", "changed default", reason))
+    skipped = {*values, *idle, *missing, *MODEL_DEFAULTS, *LATENT_DEFAULTS}
+    for option in (each for each in options if each.name not in skipped):
+        theirs = megatron_default(option)
+        if theirs not in (None, "required", option.default):
+            both = f"{_spelled(theirs)} in Megatron, {_spelled(option.default)} here"
+            reason = f"{both}; give it to have that"
+            answers.append(Answer(option.flag, "changed default", reason))
     return answers
 
 

@@ -65,7 +65,7 @@ _MOST_DIGITS = 18
 
 @dataclass(slots=True)
 class Script:
-    """What a launch script would start, as far as its text tells."""
+    """Command that a launch script starts, as far as its text determines it."""
 
     words: list[str] = field(default_factory=list)
     """Of the training program, after the script or module that is started."""
@@ -514,7 +514,7 @@ class _Evaluator:
             elif piece[0] == '"':
                 inner = piece[1:-1]
                 if inner in ("$@", "${@}"):
-                    continue  # arguments of the script, of which there are none
+                    continue  # $1, $2, ...: the script is read without arguments
                 if match := re.fullmatch(r"\$\{(\w+)\[@\]\}", inner):  # each item is a word
                     items = self._items(match[1], inner)
                     if items and not splits:
@@ -580,7 +580,7 @@ class _Evaluator:
         if word and not mode:
             return unknown
         if name in ("@", "*") and name not in self.variables:
-            return ""  # arguments of the script, of which there are none
+            return ""  # $1, $2, ...: the script is read without arguments
         value = self.variables.get(name)
         if isinstance(value, list):
             index = match["index"] or "0"

@@ -1,7 +1,7 @@
 """Read a launch script or config of another trainer into the flags that it means.
 
-Every source becomes a list of ``Given``: what the file has, and the words in Megatron's or our
-spelling that it stands for, or why there are none.
+Every source becomes a list of ``Given``: an entry of the file, and the flags of that meaning
+(Megatron's or ours), or the reason why there is no such flag.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a file asks for."""
+    """Flags, world size and form of a file."""
 
     form: str
     """What the file is, for the report."""

@@ -20,24 +20,21 @@ from mcore_data.datasets.preferences import ANSWER_IDS, PAIR_MASK
 from mcore_models.protocol import Entry, MicroBatch
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.pipeline_parallel.runner import Payload
-from mcore_train.objectives.objective import Objective, answer_log_probs
-
-REFERENCE_LOG_PROBS = "reference_log_probs"
-"""Entry ``[B, S]``: the reference's log-probability of each token of an answer, else 0."""
-LOSS = "dpo loss"
-METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
+from mcore_train.objectives.objective import (
+    REFERENCE_LOG_PROBS,
+    AnswerObjective,
+    answer_log_probs,
 )
 
 
-class DPO(Objective):
+class DPO(AnswerObjective):
     """Loss of packed pairs of answers, and the rewards of both."""
 
+    loss_name = "dpo loss"
+    metrics = (
+        *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+        *("logps/chosen", "logps/rejected"),
+    )
     added_entries = MappingProxyType({ANSWER_IDS: Entry(), PAIR_MASK: Entry()})
 
     @property
@@ -50,19 +47,9 @@ class DPO(Objective):
         """One number for each token."""
         return {REFERENCE_LOG_PROBS: ("float32", ())}
 
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Return the loss, and metrics under the names that trl logs."""
-        return {LOSS: 1.0, **dict.fromkeys(METRICS, 0.0)}
-
     def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
         """Return 1 at one token of each pair: the step is averaged over pairs."""
         return dict.fromkeys(self.coefficients, batch[PAIR_MASK])
-
-    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
-        """Return the reference's log-probabilities of the answers' tokens."""
-        assert self.reference is not None
-        return {REFERENCE_LOG_PROBS: answer_log_probs(self.reference, output, batch)}
 
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
@@ -77,7 +64,7 @@ class DPO(Objective):
         margins = rewards[..., 0] - rewards[..., 1]
         plain = rewards.detach()
         found = {
-            LOSS: -F.logsigmoid(margins),
+            self.loss_name: -F.logsigmoid(margins),
             "rewards/chosen": plain[..., 0],
             "rewards/rejected": plain[..., 1],
             "rewards/margins": margins.detach(),

@@ -19,7 +19,11 @@ from torch import Tensor
 from mcore_models.protocol import Entry, MicroBatch
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.assembly import Run
-from mcore_train.objectives.objective import Objective, answer_log_probs
+from mcore_train.objectives.objective import (
+    REFERENCE_LOG_PROBS,
+    AnswerObjective,
+    answer_log_probs,
+)
 from mcore_train.objectives.rollouts import (
     ADVANTAGES,
     OLD_LOG_PROBS,
@@ -28,14 +32,12 @@ from mcore_train.objectives.rollouts import (
     rollout_steps,
 )
 
-REFERENCE_LOG_PROBS = "reference_log_probs"
-LOSS = "grpo loss"
-METRICS = ("reward", "kl", "clip_ratio", "completions/length")
 
-
-class GRPO(Objective):
+class GRPO(AnswerObjective):
     """Clipped policy loss of texts that the model wrote."""
 
+    loss_name = "grpo loss"
+    metrics = ("reward", "kl", "clip_ratio", "completions/length")
     added_entries = MappingProxyType(
         dict.fromkeys((ADVANTAGES, REWARDS, TOKEN_SHARES), Entry())
     )
@@ -45,19 +47,9 @@ class GRPO(Objective):
         """Whether the divergence from a reference is part of the loss."""
         return self.config.grpo.grpo_kl_beta > 0
 
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Return the loss, and metrics under the names that trl logs."""
-        return {LOSS: 1.0, **dict.fromkeys(METRICS, 0.0)}
-
     def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
         """Return 1 over the length of each token's text: a text's mask sums to 1."""
         return dict.fromkeys(self.coefficients, batch[TOKEN_SHARES])
-
-    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
-        """Return the reference's log-probabilities of the texts' tokens."""
-        assert self.reference is not None
-        return {REFERENCE_LOG_PROBS: answer_log_probs(self.reference, output, batch)}
 
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
@@ -80,7 +72,7 @@ class GRPO(Objective):
         is_clipped = (clipped * advantages < ratio * advantages).to(loss.dtype)
         shares = batch[TOKEN_SHARES]
         return {
-            LOSS: loss,
+            self.loss_name: loss,
             "reward": batch[REWARDS],
             "kl": kl.detach(),
             "clip_ratio": is_clipped.detach(),

@@ -27,6 +27,9 @@ from mcore_train.objectives.config import OBJECTIVES
 if TYPE_CHECKING:
     from mcore_train.assembly import Run
 
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Entry ``[B, S]``: the reference's log-probability of each token of an answer, else 0."""
+
 
 class Objective:
     """Losses of a run, over the entries of its batches; pretraining unless overridden.
@@ -122,6 +125,28 @@ class Objective:
     def makes_batches(cls) -> bool:
         """Whether the objective makes its own batches by ``open_batches``."""
         return cls.open_batches is not Objective.open_batches
+
+
+class AnswerObjective(Objective):
+    """Loss of answers by their log-probabilities, and by those of a reference if it has one.
+
+    Attributes:
+        loss_name: name of the loss in the log.
+        metrics: names of the other results of ``unreduced_losses``, which have no gradient.
+    """
+
+    loss_name: str
+    metrics: tuple[str, ...]
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Return the loss, and metrics under the names that trl logs."""
+        return {self.loss_name: 1.0, **dict.fromkeys(self.metrics, 0.0)}
+
+    def reference_entries(self, output: Payload, batch: MicroBatch, /) -> Mapping[str, Tensor]:
+        """Return the reference's log-probabilities of the answers' tokens."""
+        assert self.reference is not None
+        return {REFERENCE_LOG_PROBS: answer_log_probs(self.reference, output, batch)}
 
 
 class SupervisedFineTuning(Objective):

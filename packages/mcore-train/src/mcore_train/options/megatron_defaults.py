@@ -1,34 +1,25 @@
-"""Megatron's defaults that make another model of the same flags, and which of them a run lacks.
+"""Defaults of Megatron with which the same flags describe another model.
 
-``--megatron-defaults`` takes all of them. A command line in Megatron's spelling without that
-flag is told which of them it does not have.
+``--megatron-defaults`` takes all of them; the values are those of megatron_flags.toml. A
+command line in Megatron's spelling without that flag gets a line that names the missing ones.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
-from mcore_base.options import types_of
+from mcore_base.command_line import list_options
 from mcore_train.composition import TrainConfig
+from mcore_train.options.megatron_flags import megatron_default
 from mcore_train.options.recipe import Value, to_flags
 
-MODEL_DEFAULTS: Mapping[str, Value] = {
-    "normalization": "LayerNorm",
-    "norm_epsilon": 1e-5,
-    "swiglu": False,
-    "add_bias_linear": True,
-    "position_embedding_type": "learned_absolute",
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-}
-"""Of every model."""
+MODEL_DEFAULTS = (
+    *("normalization", "norm_epsilon", "swiglu", "add_bias_linear", "position_embedding_type"),
+    *("hidden_dropout", "attention_dropout"),
+)
+"""Options of every model."""
 
-LATENT_DEFAULTS: Mapping[str, Value] = {
-    "kv_lora_rank": 32,
-    "rope_type": "yarn",
-    "rotary_scaling_factor": 1.0,
-}
-"""Of models with latent attention, whose positions are always rotated."""
+LATENT_DEFAULTS = ("kv_lora_rank", "rope_type", "rotary_scaling_factor")
+"""Options of models with latent attention, whose positions are always rotated."""
 
 _OTHER_ACTIVATIONS = ("swiglu", "quick_geglu", "squared_relu", "geglu", "exact_geglu")
 _EXACT_GELU = "--no-bias-gelu-fusion"
@@ -44,35 +35,32 @@ def defaults_not_taken(
         foreign: flags of Megatron's that are not ours, as given.
         config_type: of the command, whose defaults are compared.
     """
-    ours = {
-        field.name: field.default
-        for part in types_of(config_type).values()
-        for field in fields(part)
-        if field.default is not MISSING
-    }
-    theirs = dict(MODEL_DEFAULTS)
-    if given.get("multi_latent_attention"):
-        theirs |= LATENT_DEFAULTS
-        del theirs["position_embedding_type"]
+    options = {option.name: option for option in list_options(config_type)}
+    is_latent = given.get("multi_latent_attention")
+    names = [*MODEL_DEFAULTS, *(LATENT_DEFAULTS if is_latent else ())]
+    theirs = {name: megatron_default(options[name]) for name in names if name in options}
+    if is_latent:
+        theirs["rope_type"] = "yarn"  # set by Megatron's config of latent attention
+        theirs.pop("position_embedding_type", None)
     if given.get("fp8_format"):
         theirs["fp8_recipe"] = "delayed"
     has_biases = given.get("add_bias_linear", True)
     has_gelu = not any(given.get(name) for name in _OTHER_ACTIVATIONS)
     if has_biases and has_gelu and _EXACT_GELU not in foreign:
         # Its kernel of bias and GELU, on by default, computes GELU by tanh.
-        if "feed_forward_proj" in ours:
+        if "feed_forward_proj" in options:
             theirs["feed_forward_proj"] = "gelu_tanh"
         else:
             theirs["openai_gelu"] = True
     return {
         name: value
         for name, value in theirs.items()
-        if name not in given and name in ours and ours[name] != value
+        if name not in given and name in options and options[name].default != value
     }
 
 
 def describe(missing: Mapping[str, Value]) -> str:
-    """Return the line that tells a run in Megatron's spelling what it lacks."""
+    """Return the line that names the model defaults of Megatron that a run lacks."""
     return (
         f"Megatron's defaults that this run does not take: {' '.join(to_flags(missing))}. Give "
         "--megatron-defaults to take all of them, or the flags themselves."

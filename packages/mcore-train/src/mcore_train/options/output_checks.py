@@ -20,7 +20,7 @@ from mcore_train.resolution import Plan, build_plan
 def build_checked_plan(
     config: TrainConfig, world_size: int, family: Family, *, is_reporter: bool = True
 ) -> Plan:
-    """Derive a run's plan and look where it is to write; makes nothing.
+    """Derive a run's plan and check that the run can write its outputs; creates no file.
 
     Args:
         config: of the run.
@@ -52,7 +52,7 @@ def check_frozen_model(plan: Plan) -> None:
 
 
 def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None:
-    """Look where a run is to write; makes nothing.
+    """Check that a run can write its outputs; creates no file.
 
     Args:
         config: of the run.
@@ -83,7 +83,7 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
 
 
 def _check_earlier_run(config: TrainConfig) -> None:
-    """Refuse to begin anew in a folder that holds a run, and to delete what is continued."""
+    """Refuse a new run in a folder that has one, and deletion of the step that is continued."""
     save, overwrite = config.saving.save, config.saving.overwrite
     latest = newest_step(save)
     if overwrite and loads_from_save(config):

@@ -1,8 +1,7 @@
 """From the words of a command line to a ``TrainConfig``, without torch.
 
-What stands further right wins: defaults, then the model that ``--load`` names, then the one
-that ``--model`` names, then recipes from left to right, then flags. ``megatron_flags``
-has the spellings that differ.
+Later sources win: defaults, the model that ``--load`` names, the model that ``--model`` names,
+recipes from left to right, flags. ``megatron_flags`` translates Megatron's flags.
 """
 
 import logging
@@ -48,10 +47,10 @@ from mcore_train.options.recipe import Value, read_recipe
 log = logging.getLogger(__name__)
 
 PATTERN = "--hybrid-override-pattern"
-"""Says how many layers there are, and by its | which stage they are on."""
+"""Its letters give the number of layers, and its | their pipeline stages."""
 
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-"""Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
+"""Megatron's second flag for --num-virtual-stages-per-pipeline-rank."""
 
 USUAL = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
@@ -71,7 +70,7 @@ USUAL = (
     *("save", "save_interval", "load", "finetune", "log_interval", "seed", "device"),
     *("model", "recipe", "nproc", "certificate", "quiet"),
 )
-"""What --help shows; the rest belongs to --help-all and to topics."""
+"""Options that --help shows; --help-all and the topics show the others."""
 
 _PLACEHOLDERS = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16}
 """Sizes with which the other options are checked where these are missing or faulty."""
@@ -188,7 +187,7 @@ def parse(
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What files, presets and checkpoints give to a command line."""
+    """Options from recipes, presets and checkpoints."""
 
     fields: dict[str, Any]
     """Of recipes."""

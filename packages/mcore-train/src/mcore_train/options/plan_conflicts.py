@@ -1,6 +1,6 @@
-"""Conflicts of a run that show when it is planned: in its stages, its tensors and its steps.
+"""Conflicts of options with the plan of a run: its stages, its tensors and its steps.
 
-What options alone can say stands with them, see ``mcore_base.options``.
+Conflicts among options alone are rules of the configs, see ``mcore_base.options``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from mcore_train.updating.group_entries import find_idle_entries, read_entries
 
 
 def find_stage_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterator[str]:
-    """Find what the options ask of pipeline stages that these do not have."""
+    """Find options that need layers or tensors which a pipeline stage does not have."""
     yield from _empty_ranks(stages, config)
     yield from _offload_conflicts(config, stages)
     yield from _misplaced_predictions(stages, config)
@@ -98,7 +98,7 @@ def _offload_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterator
 
 
 def _misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
-    """Name what is wrong with the layers m of a pipeline layout."""
+    """Return the faults of the prediction layers (m) of a pipeline layout."""
     depths = config.model.mtp_num_layers
     placed = sum(stage.num_mtp_layers for stage in stages)
     if not placed:

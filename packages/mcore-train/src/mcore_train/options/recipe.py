@@ -1,7 +1,7 @@
 """Recipes: TOML files whose fields are flags, laid over each other from left to right.
 
-A recipe is data. Its tables (``[model]``, ``[batch]``) are headings for the reader; a field
-is known by its own name, which is the flag with underscores, and stands once in a file.
+Tables of a recipe (``[model]``, ``[batch]``) are headings for the reader. The name of a field
+is the flag with underscores, and occurs once in a file.
 """
 
 import json
@@ -47,7 +47,7 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
 
 
 def to_flags(fields: Mapping[str, Value]) -> list[str]:
-    """Spell a recipe's fields as the flags that say the same."""
+    """Return the flags, with values, of a recipe's fields."""
     words = []
     for name, value in fields.items():
         dashed = name.replace("_", "-")
@@ -89,7 +89,7 @@ def _flatten(table: Mapping[str, object]) -> list[tuple[str, Value]]:
 
 
 def _plain(message: str, path: Path) -> str:
-    """Name the field where the parser only says that a key is taken."""
+    """Return an error message that names the repeated field, which the parser does not."""
     if "overwrite" not in message:
         return f"no valid TOML: {message}"
     line = int(message.rpartition("line ")[2].partition(",")[0])

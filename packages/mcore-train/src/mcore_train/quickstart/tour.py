@@ -53,10 +53,9 @@ log = logging.getLogger(__name__)
 
 TEMPERATURE = 0.8
 RESUMED_STEPS = 10
-"""Last steps that are done twice: in one go, and again from the checkpoint before them."""
+"""Number of last steps that are trained twice: without a stop, and from a checkpoint."""
 MARKER = "quickstart.json"
-"""Options of a tour whose training can begin, then its results; its presence says that a
-folder's contents are a tour's."""
+"""File with the options of a tour, later its results; a folder with this file is a tour's."""
 
 
 @dataclass(frozen=True, slots=True)

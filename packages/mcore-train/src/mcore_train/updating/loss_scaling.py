@@ -25,7 +25,6 @@ class LossScaler:
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        """Begin at the first scale; no communication."""
         self._config = config
         self._value = config.loss_scale or config.initial_loss_scale
         self.scale: Float[Tensor, ""] = torch.full((), self._value, device=device)

@@ -25,7 +25,7 @@ LEARNED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether a step is a spike, and what it was compared with; on the device."""
+    """Whether a step is a spike, and the statistics of the decision; on the device."""
 
     is_spike: Bool[Tensor, ""]
     numbers: Float[Tensor, "2 3"]
