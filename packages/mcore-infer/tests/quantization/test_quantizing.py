@@ -220,7 +220,7 @@ def test_experts_whose_inputs_nothing_can_scale_are_rounded_to_the_nearest(tmp_p
 
 def test_blocks_that_vllm_cannot_multiply_are_left_and_named(run, tmp_path):
     config = QuantizeConfig(method="fp8-block", **CONFIG)
-    with pytest.raises(ValueError, match=r"64 outputs are no multiple of 128, and vLLM takes"):
+    with pytest.raises(ValueError, match="64 outputs are not a multiple of 128, and vLLM"):
         quantize(run, tmp_path / "q", TEXT, config, tokenizer=ByteTokenizer())
 
 
