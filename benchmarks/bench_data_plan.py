@@ -6,11 +6,13 @@ Writes generated text, tokenizes it on one machine, then as a plan with ``--work
 ``--kills`` of which are killed at random times, and joins the units. The tokens and the index
 of both must be equal byte for byte, or the program fails. Prints one JSON line. Slurm needs a
 cluster (``SLURM_CONF``), Ray the extra ``ray``. Everything is below ``--folder``, which is
-removed.
+removed. With ``--keep`` the text and the result of one machine stay there, and the next
+executor is compared with them.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -36,30 +38,37 @@ def main() -> None:
     """Run one executor and print its times."""
     options = _options()
     folder = Path(options.folder)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=options.keep)
     try:
         row = measure(options, folder)
     finally:
-        shutil.rmtree(folder)
+        if not options.keep:
+            shutil.rmtree(folder)
     keep(options, row)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Return the times of one machine and of the plan; fails if their bytes differ."""
-    corpus = folder / "corpus.jsonl"
-    write_corpus(corpus, options.documents)
-    tokenizer = folder / "tokenizer"
-    sample = folder / "sample.jsonl"
-    with corpus.open() as file:
-        sample.write_text("".join(line for line, _ in zip(file, range(2000), strict=False)))
-    _run("train-tokenizer", "--input", sample, "--output", tokenizer, "--vocab-size", 2000)
+    corpus, tokenizer, of_one_machine = (
+        folder / name for name in ("corpus.jsonl", "tokenizer", "one-machine.json")
+    )
     job = ["--input", corpus, "--tokenizer-model", tokenizer, "--append-eod"]
-    began = time.monotonic()
-    _run("preprocess", *job, "--output-prefix", folder / "whole")
-    single_s = time.monotonic() - began
+    if not of_one_machine.exists():
+        write_corpus(corpus, options.documents, options.most_words)
+        sample = folder / "sample.jsonl"
+        with corpus.open() as file:
+            sample.write_text("".join(itertools.islice(file, 2000)))
+        _run("train-tokenizer", "--input", sample, "--output", tokenizer, "--vocab-size", 2000)
+        began = time.monotonic()
+        _run("preprocess", *job, "--output-prefix", folder / "whole")
+        seconds = round(time.monotonic() - began, 1)
+        facts = {"single_s": seconds, "sha256": digest(folder / "whole_text_document")}
+        of_one_machine.write_text(json.dumps(facts))
+    whole = json.loads(of_one_machine.read_text())
     unit = corpus.stat().st_size // options.units + 1
-    _run("plan", *job, "--output-prefix", folder / "c", "--unit-size", f"{unit}B")
-    plan = folder / "c.plan.json"
+    prefix = folder / options.executor
+    _run("plan", *job, "--output-prefix", prefix, "--unit-size", f"{unit}B")
+    plan = Path(f"{prefix}.plan.json")
     words = ["--plan", plan, "--executor", options.executor, "--num-tasks", options.workers]
     words += ["--max-retries", options.kills + 3]
     words += ["--submit-jobs", "--wait"] * (options.executor == "slurm")
@@ -80,34 +89,40 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     began = time.monotonic()
     _run("merge", "--plan", plan)
     merge_s = time.monotonic() - began
-    whole, joined = digest(folder / "whole_text_document"), digest(folder / "c_text_document")
-    if whole != joined:
-        raise SystemExit(f"the plan's bytes differ: {whole} and {joined}")
-    dataset = IndexedDataset(folder / "c_text_document")
+    joined = Path(f"{prefix}_text_document")
+    sha256 = digest(joined)
+    if sha256 != whole["sha256"]:
+        raise SystemExit(f"the plan's bytes differ: {whole['sha256']} and {sha256}")
+    dataset = IndexedDataset(joined)
+    units = Path(f"{prefix}.units")
+    num_units = len(list(units.glob("*.bin")))
+    shutil.rmtree(units)
     return {
         "name": f"data-plan-{options.executor}",
         "executor": options.executor,
         "documents": dataset.num_documents,
         "tokens": dataset.num_tokens,
         "input_bytes": corpus.stat().st_size,
-        "units": len(list((folder / "c.units").glob("*.bin"))),
+        "units": num_units,
         "workers": options.workers,
         "killed": len(killed),
-        "single_s": round(single_s, 1),
+        "single_s": whole["single_s"],
         "plan_s": round(plan_s, 1),
         "merge_s": round(merge_s, 2),
-        "sha256": whole,
+        "sha256": sha256,
         **host_versions(options),
     }
 
 
-def write_corpus(path: Path, num_documents: int) -> None:
-    """Write short documents of random words."""
+def write_corpus(path: Path, num_documents: int, most_words: int) -> None:
+    """Write documents of 5 to ``most_words`` random words, each with its number."""
     draw = random.Random(7)
+    texts = [
+        " ".join(draw.choices(WORDS, k=draw.randrange(5, most_words + 1))) for _ in range(10007)
+    ]
     with path.open("w") as file:
-        for number in range(num_documents):
-            text = " ".join(draw.choices(WORDS, k=draw.randrange(5, 40)))
-            file.write(json.dumps({"text": f"{number}: {text}."}) + "\n")
+        for number, text in zip(range(num_documents), itertools.cycle(texts), strict=False):
+            file.write(f'{{"text": "{number}: {text}."}}\n')
 
 
 def kill_workers(
@@ -168,6 +183,7 @@ def _run_ray(options: argparse.Namespace, plan: Path) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=2_000_000)
+    parser.add_argument("--most-words", type=int, default=39)
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--units", type=int, default=40)
@@ -175,6 +191,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kill-every-s", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", default="/tmp/bench-data-plan")
+    parser.add_argument("--keep", action="store_true")
     add_options(parser)
     return parser.parse_args()
 

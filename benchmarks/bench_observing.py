@@ -1,21 +1,25 @@
-"""What observing a run costs, and whether the waterfall's parts add up to the step.
+r"""What observing a run costs, and whether the waterfall's parts add up to the step.
 
-    python benchmarks/bench_observing.py --name observing-gpt2-345m -- --bf16 --mock-data ...
+    python benchmarks/bench_observing.py --output DIR -- observing-gpt2-345m --bf16 ... \
+        -- observing-gpt2-345m-graphs --cuda-graph-impl full_iteration --bf16 ...
 
-Everything after ``--`` is flags of ``mcore-train gpt``. The training loop itself runs in turns:
-with nothing observed, with the waterfall of every second step, and with that and the statistics
-by layer of every second step. The difference over the number of measured steps is the cost of
-one; at the default interval of 100 steps it is shared by 100. The last turn reports every step,
-so that each waterfall can be held against the report's own clock. Prints one JSON line and
-writes it to ``--output``.
+Each ``--`` begins a case: its name, and flags of ``mcore-train gpt``. The training loop itself
+runs in turns: with nothing observed, with the waterfall of every second step, and with that and
+the statistics by layer of every second step. The difference over the number of measured steps
+is the cost of one; at the default interval of 100 steps it is shared by 100. The last turn
+reports every step, so that each waterfall can be held against the report's own clock. With CUDA
+graphs, which every turn would have to record first, it is the only turn. Prints one JSON line
+a case and writes it to ``--output``.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 import timeit
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -44,13 +48,19 @@ MODES = {"nothing": (0, 0), "waterfall": (2, 0), "everything": (2, 2)}
 
 def main() -> None:
     """Run the benchmark by the command line."""
-    at = sys.argv.index("--")
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--name", required=True)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     add_options(parser)
-    options, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
+    words = itertools.groupby(sys.argv[1:], lambda word: word == "--")
+    own, *cases = [list(group) for is_border, group in words if not is_border]
+    options = parser.parse_args(own)
+    for name, *flags in cases:
+        measure(name, flags, options)
+
+
+def measure(name: str, flags: Sequence[str], options: argparse.Namespace) -> None:
+    """Train one case in turns, and keep what observing it costs and how its parts add up."""
     command = FAMILY_COMMANDS["gpt"]
     total = 3 + (len(MODES) * options.turns + 1) * (options.steps + 1)
     flags = [*flags, "--train-iters", str(total), "--lr", "1e-5"]
@@ -64,16 +74,17 @@ def main() -> None:
         else:
             run = assemble(plan, ctx)
         turn(run, folder / "warm", (0, 0), 3, log_interval=1)
-        times: dict[str, list[float]] = {name: [] for name in MODES}
-        for _ in range(options.turns):
-            for name, intervals in MODES.items():
-                times[name].append(turn(run, folder / name, intervals, options.steps))
+        times: dict[str, list[float]] = {mode: [] for mode in MODES}
+        num_turns = options.turns if config.run.cuda_graph_impl == "none" else 0
+        for _ in range(num_turns):
+            for mode, intervals in MODES.items():
+                times[mode].append(turn(run, folder / mode, intervals, options.steps))
         turn(run, folder / "sums", (1, 0), options.steps, log_interval=1)
         off_ns = 1e9 * timeit.timeit(lambda: ctx.clock.span("x"), number=100_000) / 100_000
     result = {
-        "name": options.name,
+        "name": name,
         "flags": " ".join(flags),
-        **costs(times, options.steps),
+        **(costs(times, options.steps) if num_turns else {}),
         "span_off_ns": round(off_ns, 1),
         **sums(read_metrics(folder / "sums" / METRICS)),
         **versions(options),

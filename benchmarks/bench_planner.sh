@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The planner, the doctor and the memory tools on the GPUs of this host; writes one JSON file.
 #
-#   benchmarks/bench_planner.sh [--output DIR] [--small]
+#   benchmarks/bench_planner.sh [--output DIR] [--only REGEX] [--minutes N] [--small]
 #
-# Each part has a time limit, together 6 minutes with one GPU and 7 with more: constants by plan
-# --calibrate; doctor; the layouts of planner_predictions.json for as many GPUs; --micro-batch-size
-# auto with a snapshot of memory, and what memory prints of it; a run that must run out of memory,
-# with its snapshot, triage and doctor RUN. A part that fails is kept with its exit code and the end
-# of its output. --small rehearses on a CPU what needs no GPU.
+# Each part has a time limit, and all end within --minutes: constants by plan --calibrate; doctor;
+# the layouts of planner_predictions.json for as many GPUs; --micro-batch-size auto with a snapshot
+# of memory, and what memory prints of it; a run that must run out of memory, with its snapshot,
+# triage and doctor RUN. A part that fails is kept with its exit code and the end of its output.
+# --small rehearses on a CPU what needs no GPU.
 set -u
 . "$(dirname "$0")/lines.sh"
 world=$("$PY" -c "import torch; print(torch.cuda.device_count() or 1)")
@@ -15,8 +15,9 @@ parts=$(mktemp -d)
 trap 'rm -r "$logs" "$parts"' EXIT
 
 part() {  # NAME LIMIT_S RANKS WORDS...: of python; 0 ranks: one process without a launcher
-  local name=$1 limit=$2 ranks=$3 begin=$SECONDS start=; shift 3
+  local name=$1 limit=$2 ranks=$3 begin=$SECONDS left=$((end - SECONDS)) start=; shift 3
   [[ $name =~ $only ]] || return
+  [ "$left" -lt "$limit" ] && limit=$((left > 5 ? left : 5))
   [ "$ranks" -gt 1 ] && start="-m torch.distributed.run --nproc-per-node $ranks --master-port $((29500 + RANDOM % 400))"
   timeout -k 5 "$limit" "$PY" $start "$@" > "$parts/$name.out" 2> "$parts/$name.err" < /dev/null
   echo "$? $((SECONDS - begin))" > "$parts/$name.end"
@@ -44,13 +45,13 @@ for name, row in json.load(open("benchmarks/planner_predictions.json"))["layouts
     print(name, row["gpus"], row["flags"], sep="\t")')
 part micro-batch-auto 100 "$world" $train $model --train-iters 4 --micro-batch-size auto $recorded
 if [ -z "$small" ]; then
-  part memory 15 0 -m mcore_train memory "$logs/auto.rank0.pickle" --json
+  part memory 25 0 -m mcore_train memory "$logs/auto.rank0.pickle" --json
   part out-of-memory 80 "$world" $train --model llama-3.2-1b --seq-length 8192 --train-iters 4 --micro-batch-size 32 \
     --global-batch-size $((32 * world)) --save "$logs/run" --record-memory-history \
     --memory-snapshot-path "$logs/full.pickle"
-  part memory-when-full 15 0 -m mcore_train memory "$logs/full.rank0.pickle" --json
+  part memory-when-full 25 0 -m mcore_train memory "$logs/full.rank0.pickle" --json
   mkdir -p "$logs/run/logs"
-  cat "$parts"/out-of-memory.{out,err} > "$logs/run/logs/rank_0.log"
+  cat "$parts"/out-of-memory.{out,err} > "$logs/run/logs/rank_0.log" 2> /dev/null
   part triage 10 0 -m mcore_train triage "$logs/run/logs"
   part doctor-run 10 0 -m mcore_train doctor "$logs/run"
 fi

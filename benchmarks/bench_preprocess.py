@@ -5,7 +5,8 @@
 Text is gathered from the sources and documents of installed packages (``--roots``). Every run
 is a fresh process, timed from its start to its end, imports, tokenizer and the flush to the
 disk included ("cold"). Prints one JSON line a case: tokens/s over some repeats, peak memory of
-all its processes together.
+all its processes together. With ``--parts`` one process does the work, and the line has the
+processor seconds of each part of it, which other load on the machine changes less.
 
 Cases: bpe-sample, bpe-full, bpe-off (Llama-3 byte pairs through the command), bpe-start (the
 same on one line, which is the cost of starting), bpe-reference (the tokenizers library in the
@@ -16,6 +17,7 @@ new words come to the end, for its peak memory.
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import random
@@ -26,11 +28,18 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from reporting import add_options, host_versions, keep, spread
+
+from mcore_base.command_line import parse
+from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.preprocessing.sources import find_inputs, read_blocks
+from mcore_data.preprocessing.tokenizing import build_tools
 
 CASES = (
     "bpe-sample",
@@ -58,8 +67,9 @@ def main() -> None:
     corpus = folder / f"text-{options.megabytes}.jsonl"
     if not corpus.exists():
         gather(corpus, options.megabytes * 1_000_000, options.roots)
+    run = run_parts if options.parts else run_case
     for case in options.case:
-        keep(options, run_case(case, corpus, folder, options))
+        keep(options, run(case, corpus, folder, options))
 
 
 def gather(path: Path, wanted_bytes: int, roots: list[str]) -> None:
@@ -118,6 +128,48 @@ def run_case(case: str, corpus: Path, folder: Path, options: argparse.Namespace)
         **spread([run["cpu_seconds"] for run in runs], "cpu_seconds"),
         "peak_mib": round(max(run["peak"] for run in runs) / 2**20),
         "verification": facts["verification"],
+    }
+
+
+def run_parts(case: str, corpus: Path, folder: Path, options: argparse.Namespace) -> dict:
+    """Measure the processor time of each part of the work, in this process, cold."""
+    seconds = dict.fromkeys(("start", "parse", "engine", "verify", "join", "hash"), 0.0)
+    source = _sources(case, corpus, options)[0]
+
+    def timed(part: str, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        began = time.process_time()
+        result = work(*arguments, **named)
+        seconds[part] += time.process_time() - began
+        return result
+
+    def encode_all(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
+        encoder = timed("start", build_tools, job, tokenizer).encoder
+        digest, num_tokens = hashlib.sha256(), 0
+        for block in read_blocks(find_inputs(job.input)[0], job.json_keys):
+            (texts,) = timed("parse", block.parse, job.json_keys).columns
+            ids = timed("engine", encoder.engine.encode, texts)
+            if encoder.verifier:
+                seed = (block.start,)
+                timed("verify", encoder.verifier.check, texts, ids, seed=seed, describe=str)
+            stored = timed("join", encoder._store, texts, ids)
+            timed("hash", digest.update, stored.tokens)
+            num_tokens += len(stored.tokens)
+        return num_tokens
+
+    engine = "reference" if case.endswith("reference") else options.engine
+    words = ["--input", str(source), "--output-prefix", str(folder / "parts"), "--append-eod"]
+    words += ["--engine", engine, *_tokenizer_flags(case, folder, corpus, options)]
+    num_tokens = parse(encode_all, "bench_preprocess", words)
+    worker_s = seconds["parse"] + seconds["engine"] + seconds["verify"] + seconds["join"]
+    return {
+        "name": f"preprocess-{case}-parts{options.suffix}",
+        **host_versions(options),
+        "tokenizers": version("tokenizers"),
+        "megabytes": round(source.stat().st_size / 1e6, 1),
+        "mtokens": round(num_tokens / 1e6, 2),
+        **{f"{part}_cpu_s": round(value, 3) for part, value in seconds.items()},
+        "engine_mtokens_per_cpu_s": round(num_tokens / seconds["engine"] / 1e6, 2),
+        "worker_mtokens_per_cpu_s": round(num_tokens / worker_s / 1e6, 2),
     }
 
 
@@ -327,6 +379,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", default="auto", help="of all cases but references")
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/bench_preprocess")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", action="store_true", help="processor time by part")
     parser.add_argument("--memory-gigabytes", type=int, default=20)
     parser.add_argument("--suffix", default="", help="put behind each result's name")
     add_options(parser)

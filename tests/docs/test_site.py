@@ -26,7 +26,7 @@ def test_the_help_of_a_command_links_to_an_option_on_its_page():
             if not options:
                 continue
             shown = help_text(listed.kind, listed.program, ["--help-all"], options, ())
-            page, _, anchor = shown.rpartition("page: ")[2].partition("#")
+            page, _, anchor = shown.rpartition("page of the repository: ")[2].partition("#")
             assert anchor in anchors((ROOT / page).read_text()), listed.program
 
 

@@ -66,13 +66,16 @@ def test_usage_names_the_commands_and_comes_without_words_too(capsys):
         assert usage.startswith("usage: mcore-base COMMAND ...\n\nShow how programs end.\n")
         assert "  talk     prints much\n" in usage
         assert "examples:\n  mcore-base talk\n" in usage
+        assert "\n\npages of the repository:\n  docs/choosing.md   choose talk\n" in usage
 
 
 def test_help_ends_with_the_examples_and_pages_of_the_command(capsys):
     end = "\nexamples:\n  mcore-base choose fast \\\n      --size 3\n\nsee docs/"
     for words in (["choose", "--help"], ["choose", "fast", "-h"]):
         assert run(*words) == 0
-        assert capsys.readouterr().out.endswith(end + "choosing.md, docs/ends.md\n")
+        assert capsys.readouterr().out.endswith(
+            f"{end}choosing.md, docs/ends.md of the repository\n"
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from warm_ranks import run_command
+from warm_ranks import run_command, run_ranks
 
 from mcore_models.families import GPT_FAMILY
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import Tables
 from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan
@@ -21,9 +23,11 @@ from mcore_train.planning.gain import (
     smaller_changes,
 )
 from mcore_train.planning.memory import predict_memory
-from mcore_train.planning.micro_batch import propose
+from mcore_train.planning.micro_batch import choose_micro_batch, propose
 from mcore_train.planning.step_time import bubble_formula, predict_step
 from mcore_train.planning.system import SYSTEMS, read_system, write_system
+from mcore_train.resolution import build_plan
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 H200 = SYSTEMS["h200"]
 GIB = 2**30
@@ -105,6 +109,20 @@ def test_the_optimizer_has_its_own_time():
     copied = step(f"{flags} --optimizer muon {words}", 2)
     longer_s = copied.parts["optimizer"] - shared.parts["optimizer"]
     assert longer_s == pytest.approx((muon - adam) / 2, rel=0.1)
+
+
+def test_frozen_weights_have_no_gradients_and_are_widened_in_both_passes():
+    flags = "--num-layers 8 --seq-length 4096 --global-batch-size 1"
+    whole, frozen, packed = (
+        step(f"{flags} {more}", 1).parts
+        for more in ("", "--peft lora", "--peft lora --peft-base-bits 4")
+    )
+    # Of three GEMMs two are left; the third also moves a gradient in float32.
+    assert 0.6 < frozen["gemm"] / whole["gemm"] < 2 / 3
+    assert frozen["optimizer"] < whole["optimizer"] / 20
+    # 8 layers of 218.1e6 weights, each read as 4.5 bits and written as 16.
+    widened_s = packed["other kernels"] - frozen["other kernels"]
+    assert widened_s == pytest.approx(2 * 8 * 218.1e6 * 2.5625 / 4200e9, rel=0.01)
 
 
 def test_recomputation_trades_memory_for_a_forward():
@@ -221,6 +239,9 @@ def test_other_families_are_planned(command: str):
     table = plan_of(f"{command} --model {model} --gpus 8 --seq-length 512")
     assert table["command"] == command
     assert table["rows"]
+    # Reasons that differ in their numbers alone are one class.
+    reasons = [re.sub(r"\d+", "", reason) for reason in table["rejected"]]
+    assert len(set(reasons)) == len(reasons)
 
 
 def test_a_hugging_face_folder_is_planned(tmp_path: Path):
@@ -316,6 +337,28 @@ def test_micro_batches_are_proposed_by_memory_and_rate():
     assert roomy[0] > 1
     assert roomy == sorted(roomy, reverse=True)
     assert [size for size, *_ in propose(*one, needs[0] + 3 * GIB)] == [1]
+
+
+def adamw_for_two_sequences(config):
+    """Build AdamW, or run out of memory where a micro-batch has more than two sequences."""
+    if config.batch.micro_batch_size > 2:
+        raise MemoryError
+    return OPTIMIZERS["adam"](config)
+
+
+def probed_micro_batch():
+    """Return the micro-batch that a run takes on this rank, and its micro-batches a step."""
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    flags += "--vocab-size 32 --global-batch-size 16 --mock-data --lr 1e-2 --train-iters 2 "
+    plan = build_plan(parse(f"{flags} --find-micro-batch-size".split()), 2)
+    ctx = ParallelContext.build(plan.config.parallelism, "cpu")
+    tables = Tables(optimizers={"adam": adamw_for_two_sequences})
+    chosen = choose_micro_batch(plan, ctx, tables)
+    return chosen.config.batch.micro_batch_size, chosen.num_microbatches
+
+
+def test_a_micro_batch_that_ran_out_of_memory_in_its_probe_is_halved():
+    assert run_ranks(probed_micro_batch, 2) == [(2, 4)] * 2
 
 
 def gain_run(flags: str, ranks: int, system=H200):

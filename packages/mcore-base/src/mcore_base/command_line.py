@@ -512,7 +512,7 @@ def help_text(
         lines += [_topics(topics)]
     if chosen and program.startswith("mcore-"):
         page = f"{PAGES}/{program.split(maxsplit=1)[0]}.md#{anchor_of(chosen[0], program)}"
-        lines += ["", f"page: {page}"]
+        lines += ["", f"page of the repository: {page}"]
     return "\n".join(lines)
 
 

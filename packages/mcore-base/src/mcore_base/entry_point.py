@@ -154,6 +154,7 @@ def _usage(program: str, about: str, commands: Commands) -> str:
     width = max(map(len, commands))
     lines = "\n".join(f"  {name:{width}}  {commands[name][0]}" for name in commands)
     purpose, _, examples = about.partition("\n\n")
+    examples = examples.replace("\n\npages:\n", "\n\npages of the repository:\n")
     return (
         f"usage: {program} COMMAND ...\n\n{purpose}\n\ncommands:\n{lines}\n\n{examples}\n\n"
         f"{program} COMMAND --help shows a command's options; {program} --version its version; "
@@ -175,4 +176,6 @@ def _help_end(program: str, about: str, command: str) -> str:
         lines += [line] * is_own
     lines = ["", "examples:", *lines] if lines else []
     read = [line.split()[0] for line in pages.splitlines() if command in line.split()[1:]]
-    return "\n".join([*lines, *(["", f"see {', '.join(read)}"] if read else [])])
+    return "\n".join(
+        [*lines, *(["", f"see {', '.join(read)} of the repository"] if read else [])]
+    )

@@ -892,8 +892,10 @@ def test_a_check_takes_experts_of_any_width_and_says_whose_a_failure_is(tmp_path
     def fails(*_, **__):
         raise KeyError("a fault\nof many lines")
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
     message = r"^--check: transformers cannot run .*hf: KeyError: .*Nothing was kept"
-    with pytest.raises(CheckpointError, match=message):
-        convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", checked)
-    assert not (tmp_path / "no").exists()
+    for part in (transformers.AutoModelForCausalLM, transformers.AutoConfig):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, "from_pretrained", fails)
+            with pytest.raises(CheckpointError, match=message):
+                convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", checked)
+        assert not (tmp_path / "no").exists()

@@ -167,7 +167,8 @@ def plan(job: PreprocessConfig, tokenizer: TokenizerConfig, unit_size: str = "1G
         job: inputs, outputs and options of preprocessing.
         tokenizer: type and files of the tokenizer.
         unit_size: bytes of a unit, such as 500MB or 1GiB. Plain JSON and text lines on a disk
-            are cut between lines; a larger file of another kind is one unit.
+            are cut between lines, .zst between frames, .gz between members, Parquet between
+            row groups; a larger file of another kind, or at a URL, is one unit.
     """
     from mcore_data.preprocessing.work_plan import make_plan
 

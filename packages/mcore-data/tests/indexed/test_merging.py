@@ -1,6 +1,7 @@
 """What may be joined, and in which order, by the pairs' manifests."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_missing_part_is_named_and_allowed_only_by_its_flag(twelve, tmp_path, 
     merge_pairs(parts[:4], tmp_path / "first", allow_missing=True)
     merge_pairs([*parts[4:], tmp_path / "first"], tmp_path / "all")  # joined in two steps
     assert content(tmp_path / "all") == content(whole)
+
+
+def test_an_input_that_changed_between_two_parts_is_warned_of(corpus, tmp_path, caplog):
+    text = tmp_path / "corpus.jsonl"
+    text.write_bytes(corpus.read_bytes())
+    first = make_parts(tmp_path / "first", text, 3)
+    merge_pairs(first, tmp_path / "sound")
+    assert "was changed between" not in caplog.text
+    os.utime(text, (1, 1))  # other content of the same size would look the same
+    second = make_parts(tmp_path / "second", text, 3)
+    merge_pairs([first[0], *second[1:]], tmp_path / "mixed")
+    assert f"{text} was changed between {first[0]} and {second[1]}" in caplog.text
 
 
 def test_parts_of_two_divisions_are_not_joined(twelve, corpus, tmp_path):

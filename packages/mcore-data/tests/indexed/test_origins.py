@@ -16,7 +16,7 @@ from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.preprocessing.blocks import describe
 from mcore_data.preprocessing.preprocessing import preprocess
-from mcore_data.preprocessing.sources import count_lines
+from mcore_data.preprocessing.sources import count_records
 from mcore_data.tracing.explaining import draw_origin
 
 BAD = {0, 1, 9, 10, 40, 79}
@@ -54,7 +54,7 @@ def num_right(prefix, key="title"):
         origin = origins.find(number)
         raw = Path(origin.path).read_bytes()
         lines = (gzip.decompress(raw) if origin.path.endswith(".gz") else raw).splitlines()
-        before = count_lines(origin.path, origin.start) if origin.start else 0
+        before = count_records(origin.path, origin.kind, origin.start) if origin.start else 0
         record = json.loads(lines[before + origin.record - 1])
         borders = dataset.documents[number : number + 2].tolist()
         stored = "".join(bytes(one.tolist()).decode() for one in dataset[slice(*borders)])

@@ -421,6 +421,25 @@ def test_nested_keys_of_lines_tables_and_csv_give_the_same_texts_and_kept_values
         missing = ("data.body",)
         with pytest.raises((ValueError, BadRecordError), match=r"data\.body"):
             list(read_texts(source, missing))
-    (tmp_path / "cut.csv").write_text('text,id\n"open,1\nmore,2\n')
-    with pytest.raises(RuntimeError, match=r"cut\.csv is truncated or damaged"):
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ('text,id\n"open,1\nmore,2\n', "unexpected end of data"),
+        ('text\n"whole"\n"cut in a value\nand a line\n', "line 4: unexpected end of data"),
+        ('id,text\n1,"cut in the last column', "unexpected end of data"),
+        ('text\n"a \\" b"\nc\n', "line 2: ',' expected after '\"'"),
+        ("text,id\na,1\nb\n", "line 3: 1 values in a row of 2 columns"),
+        ("text\n\udcff\n", "can't decode byte 0xff"),
+    ],
+)
+def test_a_csv_file_that_is_cut_or_damaged_is_refused(rows, fault, tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "cut.csv").write_text(rows, errors="surrogateescape")
+    with pytest.raises(RuntimeError, match=r"cut\.csv is truncated or damaged") as caught:
         texts_of(tmp_path / "cut.csv")
+    assert fault in str(caught.value)
+    (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(b"text\nwhole\n")[:-5])
+    with pytest.raises(RuntimeError, match=r"cut\.tsv\.gz is truncated .* of its gzip data"):
+        texts_of(tmp_path / "cut.tsv.gz")

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.origins import Origins
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.preprocessing import plan_worker, tokenizing
+from mcore_data.preprocessing.entries import next_entry
 from mcore_data.preprocessing.plan_worker import work_on_plan
 from mcore_data.preprocessing.preprocessing import preprocess
+from mcore_data.preprocessing.sources import count_records, find_inputs
 from mcore_data.preprocessing.work_plan import (
     describe_status,
     make_plan,
@@ -109,6 +112,65 @@ def test_units_of_killed_workers_are_the_dataset_of_one_machine(
     pair = merge_plan(read_plan(plan.path), physical=True)["text"]
     assert Path(f"{prefix}.bin").read_bytes() == expected[0]
     assert content(pair.prefix) == expected
+
+
+def pages(first, count):
+    for number in range(first, first + count):
+        text = f"Page {number}.\r\n\r\nWords. " * (number % 7 + 1)
+        head = f"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: {len(text)}\r\n\r\n"
+        yield f"{head}{text}\r\n\r\n".encode()
+
+
+def chopped(data, count, draw):
+    """Pieces of bytes, most of which begin in the middle of a line."""
+    cuts = sorted({0, len(data), *draw.choices(range(len(data)), k=count)})
+    return [data[low:high] for low, high in pairwise(cuts)]
+
+
+def test_units_begin_at_frames_members_and_row_groups(tmp_path):
+    zstd = pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    draw, folder = random.Random(5), tmp_path / "in"
+    folder.mkdir()
+    skipped = b"\x53\x2a\x4d\x18\x03\0\0\0abc"
+    torn = chopped(b"".join(pages(50, 49)), 40, draw)
+    for name, data in {
+        "a.jsonl.zst": skipped.join(map(zstd.compress, chopped(records(0, 400), 40, draw))),
+        "b.jsonl.gz": b"".join(map(gzip.compress, chopped(records(400, 400), 40, draw))),
+        "c.wet.gz": b"".join(map(gzip.compress, pages(0, 200))),
+        "d.wet.zst": b"".join(map(zstd.compress, [*pages(0, 50), *torn])),
+        "e.jsonl": b"",
+    }.items():
+        (folder / name).write_bytes(data)
+    rows = pyarrow.table({"text": [f"Row {i}. " * (i % 11) for i in range(500)]})
+    parquet.write_table(rows, folder / "f.parquet", row_group_size=41)
+    preprocess(options(folder, tmp_path / "whole"), BYTES)
+    theirs = Origins(tmp_path / "whole_text_document")
+    for num_units in (7, 60):
+        plan = plan_of(folder, tmp_path / f"c{num_units}", num_units)
+        parts = [source for unit in plan.units for source in unit.corpus.sources]
+        inner = {Path(part.path).name for part in parts if part.start}
+        assert num_units == 7 or inner == {path.name for path in folder.iterdir()} - {"e.jsonl"}
+        worker = fork(lambda plan=plan: len(work(plan).failures))
+        time.sleep(0.1)
+        kill(worker)
+        assert not work(plan).failures
+        prefix = merge_plan(plan)["text"].prefix
+        assert content(prefix) == content(tmp_path / "whole_text_document")
+        ours = Origins(prefix)
+        for document in range(0, 1598, 3):
+            one, other = ours.find(document), theirs.find(document)
+            before = count_records(one.path, one.kind, one.start) if one.start else 0
+            assert (one.path, one.record + before) == (other.path, other.record)
+
+
+def test_bytes_that_look_like_a_gzip_member_are_no_entry(tmp_path):
+    # Stored, not compressed: the magic bytes of a member are in the file as they are here.
+    line = b'{"text": "\x1f\x8b\x08\x00 is no member"}\n' * 200
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(line, 0) + gzip.compress(line))
+    (source,) = find_inputs([str(path)])
+    assert next_entry(source, 100, 0) == len(gzip.compress(line, 0))
 
 
 @pytest.fixture

@@ -38,6 +38,8 @@ def draw_folder(draw, source, folder):
         config[draw.choice(["additional_special_tokens", "extra_special_tokens"])] = names[:2]
     if draw.random() < 0.1:
         config["extra_special_tokens"] = {"video_token": names[0]}
+    if draw.random() < 0.15:
+        config["model_specific_special_tokens"] = {"audio_token": names[3]}
     if draw.random() < 0.1:
         config["split_special_tokens"] = True
     if draw.random() < 0.3:

@@ -324,7 +324,7 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
     ranks *= parallel.pipeline_model_parallel_size
     sequences = options.micro_batch_size * (options.world_size // ranks)
 
-    def of(shapes: Shapes, offload: OffloadConfig) -> RankBytes:
+    def of(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
         return rank_bytes(
             model.config,
             model.vocab_size,
@@ -349,6 +349,7 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
             fp8=config.fp8,
             weight_bytes=2 if options.bf16 else 4,
             decoder_seq_length=options.decoder_seq_length,
+            widened_bytes=widened_bytes,
             shapes_of=lambda *_: dict(shapes),
         )
 

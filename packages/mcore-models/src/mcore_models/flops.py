@@ -194,6 +194,7 @@ def rank_bytes(
     fp8: Fp8Config = _NO_FP8,
     weight_bytes: int = 2,
     decoder_seq_length: int = 0,
+    widened_bytes: int = 0,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
     """Estimate the memory of training on the rank that needs most.
@@ -220,6 +221,7 @@ def rank_bytes(
         fp8: GEMMs that keep casts of weights and inputs.
         weight_bytes: bytes of a parameter or activation: 2 for bf16, 4 for float32.
         decoder_seq_length: tokens of a T5's decoder; 0: as many as its encoder's.
+        widened_bytes: of a layer's quantized weights while it computes.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -262,6 +264,7 @@ def rank_bytes(
     brief = weight_bytes * max(copied, int(has_both_ends * logits * vocab_size // tp))
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     passing = max(passing, weight_bytes * _expert_rows_elements(config, parallel, moe, tokens))
+    passing += widened_bytes
     own_bytes = 0
     if data_parallel.is_fully_sharded:
         # Gathered: all layers, or the one in use and the next; the ends always. float32 rows
@@ -399,6 +402,9 @@ def _kept_elements(
     if isinstance(config, T5Config):
         decoder = names[2 * encoder_layers(config) :]
         own = sum(widths[name] // tp + around / stream for name in decoder)
+        # Keys and values of cross-attention are made from the encoder's tokens.
+        across = num_kv_heads(config) * (head_dim(config) + value_dim(config))
+        own -= decoder_layers(config) * across // tp
         inner -= (1 - decoder_share) * own
     inner += names.count("mla") * 2 * latent // stream
     layer = int(tokens * (inner + fp8_change) / len(mixers))

@@ -28,6 +28,7 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_noise import GradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
+from mcore_parallel.data_parallel.meta_matrices import give_memory
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
@@ -38,6 +39,7 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, layer_stacks
+from mcore_parallel.step_clock import StepClock
 from mcore_train.batches.datasets import Datasets, load_datasets
 from mcore_train.checkpoints.origin import continue_plan
 from mcore_train.composition import TrainConfig, parts
@@ -198,6 +200,7 @@ def assemble(
     datasets: Datasets | None = None,
     dtype: torch.dtype | None = None,
     prepare: Callable[[Mapping[str, Shard]], None] | None = None,
+    draws_weights: bool = True,
     tables: Tables | None = None,
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
@@ -210,6 +213,8 @@ def assemble(
         datasets: to train on; left out, those that the plan's flags name.
         dtype: of parameters; left out, the plan's.
         prepare: changes initial weights, see ``GradientSync.fill_weights``.
+        draws_weights: draw the initial weights of the plan's seed; False: matrices begin as
+            zeros, unless ``prepare`` sets them. Adapters and their base are always drawn.
         tables: optimizers, fp8 recipes and engines by their option values; left out, those of
             this package.
 
@@ -235,9 +240,12 @@ def assemble(
         fp8_scales=delayed_scales(config.fp8, ctx),
         loss_scaler=LossScaler(config.precision, ctx.device) if config.precision.fp16 else None,
     )
-    chunks = _build_chunks(plan, ctx, precision, streams, dtype, tables.recipes)
+    is_filled = draws_weights and not config.data_parallelism.is_fully_sharded
+    chunks = _build_chunks(
+        plan, ctx, precision, streams, dtype, tables.recipes, is_filled=is_filled
+    )
     pipeline = Pipeline(config, ctx, chunks, dtype)
-    data_parallel = _build_engine(tables, chunks, ctx, config)
+    data_parallel = _build_engine(tables, chunks, ctx, config, draws_weights=draws_weights)
     if prepare is not None:
         data_parallel.fill_weights(prepare)
     if config.offloading.cpu_offloading:
@@ -250,7 +258,7 @@ def assemble(
     recorder = None
     if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
         casts = precision.weight_casts
-        recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
+        recorder = _build_recorder(plan, chunks, data_parallel, streams, casts, ctx.clock)
     return Run(
         plan=plan,
         ctx=ctx,
@@ -293,13 +301,21 @@ def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> Non
 
 
 def _build_engine(
-    tables: Tables, chunks: list[TrainableModel], ctx: ParallelContext, config: TrainConfig
+    tables: Tables,
+    chunks: list[TrainableModel],
+    ctx: ParallelContext,
+    config: TrainConfig,
+    *,
+    draws_weights: bool,
 ) -> GradientSync:
     """Give the parameters to the engine; initialize them after it if they have no memory."""
     engine = tables.engines[config.data_parallelism.sharding]
-    is_filled = not any(p.is_meta for chunk in chunks for p in chunk.parameters())
+    empty = [p for chunk in chunks for p in chunk.parameters() if p.is_meta]
+    if not config.data_parallelism.is_fully_sharded:
+        for parameter in empty:
+            give_memory(parameter, ctx.device)
     data_parallel = engine(chunks, ctx, config.data_parallelism)
-    if not is_filled:
+    if empty and draws_weights:
         data_parallel.fill_weights(partial(chunks[0].initialize, seed=config.run.seed))
     return data_parallel
 
@@ -310,17 +326,18 @@ def _build_recorder(
     data_parallel: GradientSync,
     streams: RngStreams,
     casts: WeightCasts,
+    clock: StepClock,
 ) -> BackwardRecorder | LayerRecorder:
     options = plan.config.run
     steps = options.cuda_graph_warmup_steps
     if options.cuda_graph_impl == "full_iteration":
-        return BackwardRecorder(data_parallel, streams, steps)
+        return BackwardRecorder(data_parallel, streams, steps, clock)
     # Experts of other ranks stay outside graphs, as all messages between ranks do.
     is_one_rank = plan.config.parallelism.expert_model_parallel_size == 1
     return LayerRecorder(
         cast("Sequence[StageModel]", chunks),
         data_parallel,
-        CudaRecorder(streams),
+        CudaRecorder(streams, clock),
         steps,
         casts,
         records_experts=is_one_rank
@@ -335,6 +352,8 @@ def _build_chunks(
     streams: RngStreams,
     dtype: torch.dtype,
     recipes: Mapping[str, type[Recipe]],
+    *,
+    is_filled: bool,
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
@@ -363,7 +382,7 @@ def _build_chunks(
             device=ctx.device,
             dtype=dtype,
             # A rank never holds whole what its engine shards; what adapters freeze is whole.
-            is_filled=not config.data_parallelism.is_fully_sharded or has_adapters,
+            is_filled=is_filled or has_adapters,
         )
         for stage in stages_of_rank(plan.stages, ctx.pp.rank)
     ]

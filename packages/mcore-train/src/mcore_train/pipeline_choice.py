@@ -116,7 +116,7 @@ def estimate_memory(
     weight_bytes = 2 if config.precision.bf16 or config.precision.fp16 else 4
     pp = config.parallelism.pipeline_model_parallel_size
 
-    def estimate(shapes: Shapes, offload: OffloadConfig) -> RankBytes:
+    def estimate(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
         return rank_bytes(
             config.model,
             vocab_size,
@@ -135,6 +135,7 @@ def estimate_memory(
             fp8=config.fp8,
             weight_bytes=weight_bytes,
             decoder_seq_length=getattr(config.batch, "decoder_seq_length", 0),
+            widened_bytes=widened_bytes,
             shapes_of=lambda *_: dict(shapes),
         )
 

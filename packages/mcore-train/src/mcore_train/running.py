@@ -107,7 +107,7 @@ def _train_once(
         watched_world(plan, store) as (ctx, watch),
     ):
         if config.launch.find_micro_batch_size:
-            plan = choose_micro_batch(plan, ctx)
+            plan = choose_micro_batch(plan, ctx, tables)
         run = load_run(assemble(plan, ctx, tables=tables))
         if run.origin.checkpoint:
             load = starting_point(config).load

@@ -158,10 +158,7 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
     compute = partial(synced_backward, run)
-    if run.recorder is None:
-        return compute(batches)
-    with run.ctx.clock.paused():  # a graph cannot record events that are timed
-        return run.recorder(compute, batches)
+    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
 def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:

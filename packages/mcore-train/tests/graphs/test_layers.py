@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from warm_ranks import run_ranks
 
 from mcore_models.protocol import MicroBatch
@@ -13,7 +14,7 @@ from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.loop import train
-from mcore_train.reporting.log import Reporter
+from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import ConflictError, resolve
 from mcore_train.step import train_step
 
@@ -116,7 +117,7 @@ def recording(run, *, records_experts=False):
     )
 
 
-def trained(flags, **how):
+def trained(flags, metrics_file=None, **how):
     """Losses and norms, weights and state of this rank, micro-batches that were recorded."""
     config = compose(FLAGS | flags)
     ctx = ParallelContext.build(config.parallelism)
@@ -124,18 +125,23 @@ def trained(flags, **how):
     if how:
         run = replace(run, recorder=recording(run, **how))
     reports = []
-    train(run, Reporter(None), on_report=reports.append)
+    console = Console(quiet=True) if metrics_file and ctx.global_rank == 0 else None
+    with Reporter(console, metrics_file=metrics_file, with_lines=False) as reporter:
+        train(run, reporter, on_report=reports.append)
     shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
     tensors = {n: [p.data.clone() for p in s.pieces] for n, s in shards.items()}
     ctx.destroy()
     return reports, tensors, run.recorder.counts if how else []
 
 
-def both():
+def both(folder):
     """Train by layers launched singly, and by recordings, over ranks of every kind."""
     return [
-        (trained(flags), trained(flags, records_experts=records_experts))
-        for flags, records_experts in CASES
+        (
+            trained(flags),
+            trained(flags, folder / f"{case}.jsonl", records_experts=records_experts),
+        )
+        for case, (flags, records_experts) in enumerate(CASES)
     ]
 
 
@@ -143,14 +149,26 @@ def numbers(reports):
     return [(r.loss, r.aux_loss, r.grad_norm, r.experts) for r in reports]
 
 
-def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly():
-    for rank, found in enumerate(run_ranks(both, 2)):
+def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly(tmp_path):
+    for rank, found in enumerate(run_ranks(both, 2, tmp_path)):
         for plain, local in found:
             assert numbers(local[0]) == numbers(plain[0])
             for tensor, pieces in plain[1].items():
                 assert all(map(torch.equal, pieces, local[1][tensor])), tensor
         # As many micro-batches as each of a rank's chunks holds at once.
         assert [local[2] for _, local in found] == [[[4, 2], [3, 1]][rank], [1], [1], [1]]
+    # The third step was recorded by the clock: waits between the graphs are no compute.
+    pipeline, spread = (
+        next(
+            row
+            for row in read_metrics(tmp_path / f"{case}.jsonl")
+            if row["kind"] == "waterfall"
+        )
+        for case in (0, 1)
+    )
+    assert pipeline["bubble_ms"] + pipeline["exposed_pp_ms"] > 0
+    assert spread["exposed_ep_ms"] > 0
+    assert spread["exposed_dp_ms"] > 0
 
 
 def batch(length, documents=None):

@@ -121,7 +121,7 @@ def test_layers_recorded_up_to_their_experts_give_the_same_bits(changes):
         recorder = LayerRecorder(
             run.chunks,
             run.data_parallel,
-            CudaRecorder(run.streams),
+            CudaRecorder(run.streams, run.ctx.clock),
             2,
             run.precision.weight_casts,
             records_experts=False,

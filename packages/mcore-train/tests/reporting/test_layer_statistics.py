@@ -10,7 +10,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.loop import train
-from mcore_train.reporting.layer_statistics import layer_of
+from mcore_train.reporting.layer_statistics import LayerStatistics, layer_of
 from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import resolve
 
@@ -128,3 +128,14 @@ def statistics_in_layouts(folder):
 def test_layers_have_names():
     names = ["blocks.3.mlp.up.weight", "encoder.blocks.2.norm", "mtp.0.block.moe", "embedding"]
     assert [layer_of(name) for name in names] == ["layer_3", "encoder_2", "mtp_0", "rest"]
+
+
+def test_a_step_without_an_update_is_no_measurement():
+    run = build()
+    measured = LayerStatistics(run)
+    measured.before(2)
+    hooks = [len(block._forward_hooks) for block in run.chunks[0].blocks.values()]
+    measured.after(2)  # the scaled gradients overflowed: before_update was not called
+    assert hooks == [1, 1]
+    assert not any(block._forward_hooks for block in run.chunks[0].blocks.values())
+    assert not measured.has_recorded

@@ -53,11 +53,12 @@ def wandb_records(data):
 
 
 def test_wandb_gets_every_step_once(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2 as messages
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     crash_and_resume(tmp_path, LogConfig(wandb_project="p", wandb_exp_name="n"))
+    wandb.teardown()  # its process has written all files then
     points, identities = [], set()
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(file.read_bytes()):

@@ -1,5 +1,6 @@
 import gzip
 import json
+from collections import defaultdict
 
 import pytest
 from warm_ranks import run_command
@@ -13,6 +14,44 @@ TRAIN = (
 )
 
 
+METADATA = {
+    "process_name",
+    "process_labels",
+    "process_sort_index",
+    "thread_name",
+    "thread_sort_index",
+}
+
+
+def check_trace_events(events):
+    """Hold events to the published Trace Event Format, which Perfetto and Chromium read.
+
+    Complete events of one thread must nest: a viewer has no place for two that overlap.
+    """
+    slices = defaultdict(list)
+    for event in events:
+        assert {"ph", "name", "pid"} <= set(event), event
+        if event["ph"] == "M":
+            assert event["name"] in METADATA
+            assert len(event["args"]) == 1
+            continue
+        assert event["ph"] in set("XistfbenC"), event
+        assert event["ts"] >= 0
+        assert "tid" in event
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
+        if event["ph"] in "stf":
+            assert "id" in event
+    for thread in slices.values():
+        ends = []
+        for begin, negative_length in sorted(thread):
+            end = begin - negative_length
+            while ends and ends[-1] <= begin + 1e-3:  # times are rounded to nanoseconds
+                ends.pop()
+            assert not ends or end <= ends[-1] + 1e-3
+            ends.append(end)
+
+
 def test_a_profile_has_the_steps_and_their_phases(tmp_path):
     save = tmp_path / "run"
     options = f"--profile --profile-step-start 2 --profile-step-end 4 --save {save}"
@@ -20,6 +59,7 @@ def test_a_profile_has_the_steps_and_their_phases(tmp_path):
     file = save / "profiles" / "rank0.json.gz"
     with gzip.open(file, "rt") as stream:
         events = json.load(stream)["traceEvents"]  # what Perfetto reads
+    check_trace_events(events)
     ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
     assert {"step 3", "step 4", "data", "compute", "F/0", "B/0", "optimizer"} <= set(ranges)
     assert not {"step 2", "step 5"} & set(ranges)

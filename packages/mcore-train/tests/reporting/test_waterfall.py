@@ -18,7 +18,7 @@ from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
-from mcore_train.reporting.waterfall import AXES, PARTS
+from mcore_train.reporting.waterfall import AXES, PARTS, build_waterfall
 from mcore_train.resolution import resolve
 
 TINY = {
@@ -102,6 +102,41 @@ def waterfalls_in_layouts(folder):
         name: rows_of(build(2, **changes), folder / f"{name}.jsonl")
         for name, changes in LAYOUTS.items()
     }
+
+
+def test_waits_inside_fully_shard_are_communication(tmp_path):
+    rows, slept_ms = run_ranks(slow_fully_shard, 2, tmp_path)[0]
+    falls = of_kind(rows, "waterfall")
+    assert median(falls, "exposed_dp_ms") > 0.95 * slept_ms > 0
+    for row in falls:
+        assert sum(row[f"{name}_ms"] for name in (*PARTS, *(f"exposed_{a}" for a in AXES))) == (
+            pytest.approx(row["step_ms"], rel=0.01)
+        )
+
+
+def slow_fully_shard(folder):
+    """Return the rows, and how long the collectives of one step slept."""
+    names, num_calls = ("all_gather_into_tensor", "reduce_scatter_tensor"), 0
+    originals = {name: getattr(dist, name) for name in names}
+
+    def slow(original):
+        def call(*arguments, **options):
+            nonlocal num_calls
+            num_calls += 1
+            time.sleep(PAUSE_S / 20)
+            return original(*arguments, **options)
+
+        return call
+
+    run = build(2, use_torch_fsdp2=True)
+    for name, original in originals.items():
+        setattr(dist, name, slow(original))
+    try:
+        rows = rows_of(run, folder / "fsdp2.jsonl")
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return rows, 1e3 * PAUSE_S / 20 * num_calls / TINY["train_iters"]
 
 
 def test_slow_parts_are_named_with_the_flag_that_helps(tmp_path):
@@ -221,6 +256,17 @@ class Late:
     def wait(self):
         time.sleep(3 * PAUSE_S)
         self.work.wait()
+
+
+def test_a_rank_with_twice_the_micro_batches_is_the_slow_one():
+    nothing = dict.fromkeys((*PARTS, *(f"exposed_{axis}" for axis in AXES)), 0.0)
+    others = nothing | {"compute": 1.0, "exposed_dp": 1.0}
+    ranks = [others, others, nothing | {"compute": 2.0}, others]
+    waterfall = build_waterfall(9, ranks, stages=[0, 0, 0, 0])
+    assert (waterfall.slow_rank, waterfall.slow_ratio) == (2, 2.0)
+    assert waterfall.work_scores == [1.0, 1.0, 0.5, 1.0]
+    # A later pipeline stage may have more work than the others: it has no peers.
+    assert build_waterfall(9, ranks, stages=[0, 0, 1, 0]).slow_rank == -1
 
 
 @pytest.mark.parametrize("interval", [0, 2])

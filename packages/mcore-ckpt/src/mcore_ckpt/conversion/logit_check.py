@@ -71,12 +71,12 @@ def compare_logits(
         CheckpointError: if the difference is above ``bound`` or transformers cannot run the
             folder.
     """
-    vocab = min(num_tokens, _vocab_size(folder))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
     heads = source.description["config"].get("bert_heads", ("lm",))
     has_logits = "head" not in source.hf and "lm" in heads
+    generator = torch.Generator().manual_seed(0)
     try:
+        vocab = min(num_tokens, _vocab_size(folder))
+        tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
         want = _their_logits(folder, tokens, source.description, has_logits)
     except Exception as error:  # any error of the library is reported the same way
         reason = str(error).strip().partition("\n")[0]

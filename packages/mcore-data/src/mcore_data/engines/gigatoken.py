@@ -73,9 +73,9 @@ class GigatokenEngine:
 
     def _with_literals(self, texts: Sequence[str]) -> list[int]:
         """Return the indices of texts that spell out a control piece."""
-        joined = "\n".join(texts) if self._literals else ""
-        found = [name for name in self._literals if name in joined]
-        return [i for i, text in enumerate(texts) if any(name in text for name in found)]
+        return [
+            i for i, text in enumerate(texts) if any(name in text for name in self._literals)
+        ]
 
     def _open_pair(self) -> tuple[Encode, Encode]:
         """Open gigatoken and the reference with a vocabulary that shows how they split."""

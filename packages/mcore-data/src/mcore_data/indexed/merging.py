@@ -192,6 +192,7 @@ def _order_parts(
                     "give each part once."
                 )
             owners[number] = prefix
+    _warn_of_changed_inputs(ordered)
     numbers = list(owners)
     if numbers != sorted(numbers):
         raise ValueError(
@@ -209,6 +210,22 @@ def _order_parts(
         )
     log.warning("%s", told)
     return ordered, {"parts": {**first, "numbers": numbers}}
+
+
+def _warn_of_changed_inputs(parts: Sequence[Pair]) -> None:
+    """Warn of an input whose time of change, or ETag, differs between two parts."""
+    first: dict[str, tuple[str, str]] = {}  # by path: the stamp in the first part, its prefix
+    for prefix, facts in parts:
+        for source in facts.get("inputs", ()):
+            path, stamp = source["path"], source.get("stamp")
+            first_stamp, first_prefix = first.setdefault(path, (stamp, prefix))
+            if stamp != first_stamp:
+                log.warning(
+                    "%s was changed between %s and %s, by its times of change: unless it was "
+                    "copied, make all parts again.",
+                    *(path, first_prefix, prefix),
+                )
+                return
 
 
 def _refuse_repeated_inputs(pairs: Sequence[Pair]) -> None:

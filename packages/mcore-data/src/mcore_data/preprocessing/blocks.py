@@ -33,8 +33,8 @@ class InputSource:
         kind: format of its records.
         size: bytes as stored; 0 if unknown.
         stamp: time of the last change, or the object store's ETag.
-        start: first byte to read; above 0 only in plain local files that are divided.
-        stop: first byte of the next part's lines; 0 reads to the end.
+        start: first stored byte of a part of the file (``entries.py``); 0 in a whole one.
+        stop: first stored byte of the next part; 0 reads to the end.
         is_stream: standard input, a named pipe or ``lines``, which can be read only once.
         lines: the lines of a source that another program makes while it is read.
     """
@@ -76,9 +76,10 @@ class Block:
     Attributes:
         path: path of the source.
         kind: format of the records.
-        start: first byte, counted in the decompressed file, or first row of a table.
+        start: first byte of a plain file, of a compressed part's records, or first row of a
+            table's part.
         end: start of the next block.
-        done_bytes: stored bytes of the source up to the end of this block.
+        done_bytes: stored bytes of the source's part up to the end of this block.
         data: the bytes, or None to read them from the local file.
     """
 
@@ -110,7 +111,7 @@ class Block:
 def open_raw(source: InputSource) -> BinaryIO:
     """Open the stored bytes of a source."""
     if source.lines is not None:
-        return cast(BinaryIO, io.BufferedReader(_Lines(source.lines)))
+        return cast(BinaryIO, io.BufferedReader(IteratorBytes(source.lines)))
     if source.path == STDIN:
         return sys.stdin.buffer
     if source.is_local or source.is_stream:
@@ -118,18 +119,20 @@ def open_raw(source: InputSource) -> BinaryIO:
     return open_remote(source.path)
 
 
-class _Lines(io.RawIOBase):
-    """Bytes of lines that an iterator yields."""
+class IteratorBytes(io.RawIOBase):
+    """Bytes of pieces that an iterator yields."""
 
-    def __init__(self, lines: Iterable[bytes]) -> None:
-        self._lines = iter(lines)
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
         self._rest = b""
 
     def readable(self) -> bool:
+        """Whether bytes can be read: always."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._lines, b"")
+        """Fill ``buffer`` with the next bytes; 0 at the end."""
+        self._rest = self._rest or next(self._pieces, b"")
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]

@@ -1,6 +1,7 @@
-"""Finds inputs by file, folder, pattern or URL, cuts them into blocks and into parts."""
+"""Finds inputs by file, folder, pattern or URL; cuts them into blocks and into parts."""
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from glob import glob
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from mcore_data.preprocessing.blocks import (
     BLOCK_BYTES,
@@ -19,14 +20,16 @@ from mcore_data.preprocessing.blocks import (
     STDIN,
     Block,
     InputSource,
+    IteratorBytes,
     describe,
     open_local,
     open_raw,
 )
 from mcore_data.preprocessing.compression import DAMAGE, codec_of, open_compressed
+from mcore_data.preprocessing.entries import next_entry, open_part
 from mcore_data.preprocessing.records import BadRecordError, Kind, page_bytes
 from mcore_data.preprocessing.remote import find_remote, without_parents
-from mcore_data.preprocessing.tables import CSVS, TABLES, read_tables
+from mcore_data.preprocessing.tables import CSVS, TABLES, count_rows, read_tables
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +139,6 @@ def read_blocks(
         ValueError: if a table lacks a key.
         ImportError: if the format needs an extra that is not installed.
     """
-    start = max(start, source.start)
     if source.kind == "table":
         yield from read_tables(source, json_keys, start, block_bytes)
     elif source.kind == "text" and source.is_local and not source.codec:
@@ -144,7 +146,7 @@ def read_blocks(
             data = None if source.size else b""
             yield Block(source.path, "text", 0, max(source.size, 1), source.size, data)
     elif source.is_divisible:
-        yield from _plain_blocks(source, start, block_bytes)
+        yield from _plain_blocks(source, max(start, source.start), block_bytes)
     else:
         try:
             with open_raw(source) as raw:
@@ -183,7 +185,9 @@ def list_changes(sources: Sequence[InputSource]) -> Iterator[str]:
 def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
     """Divide a corpus into parts of about one size, which in order are the corpus.
 
-    Plain files are cut between lines; other files belong to the part in which they start.
+    Files are cut where they can be entered (``entries.py``): plain ones between lines,
+    Zstandard ones between frames, gzip ones between members, Parquet files between row groups.
+    Other files belong to the part in which they start.
     """
     sources = corpus.sources
     streams = [source.path for source in sources if source.is_stream]
@@ -196,16 +200,15 @@ def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
     at = 0
     for source in sources:
         number = min(bisect_right(borders, at), num_parts) - 1
-        if source.is_divisible:
-            start = 0
-            while start < source.size:
-                last = _line_start(source, borders[number + 1] - at)
-                if start < last:
-                    stop = last if last < source.size else 0
-                    chosen[number].append(replace(source, start=start, stop=stop))
-                start, number = last, number + 1
-        else:
+        if not source.size:
             chosen[number].append(source)
+        start = 0
+        while start < source.size:
+            last = next_entry(source, borders[number + 1] - at, start)
+            if start < last:
+                stop = last if last < source.size else 0
+                chosen[number].append(replace(source, start=start, stop=stop))
+            start, number = last, number + 1
         at += source.size
     listing = digest([[Path(source.path).name, source.kind, source.size] for source in sources])
     return [
@@ -214,14 +217,15 @@ def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
     ]
 
 
-def count_lines(path: str, stop: int) -> int:
-    """Line ends in the first ``stop`` bytes of a local file."""
-    lines = 0
-    with open(path, "rb") as file:
-        while stop > 0 and (data := file.read(min(1 << 20, stop))):
-            lines += data.count(b"\n")
-            stop -= len(data)
-    return lines
+def count_records(path: str, kind: Kind, stop: int) -> int:
+    """Records of a local file before the part that begins at the stored byte ``stop``."""
+    source = InputSource(path, kind, os.path.getsize(path), "", stop=stop)
+    if kind == "table":
+        return count_rows(path, stop)
+    if kind == "wet":
+        return sum(block.parse(()).num_records for block in read_blocks(source, ()))
+    with open_raw(source) as raw:
+        return sum(piece.count(b"\n") for piece in open_part(source, raw))
 
 
 def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
@@ -344,16 +348,6 @@ def _bare_suffix(path: str) -> str:
     return bare.suffix.lower()
 
 
-def _line_start(source: InputSource, at: int) -> int:
-    """Start of the first line that begins at or after byte ``at``."""
-    if at <= 0 or at >= source.size:
-        return min(max(at, 0), source.size)
-    with open_local(source.path) as file:
-        file.seek(at - 1)
-        file.readline()
-        return file.tell()
-
-
 def _plain_blocks(source: InputSource, start: int, block_bytes: int) -> Iterator[Block]:
     stop = source.stop or source.size
     with open_local(source.path) as file:
@@ -368,7 +362,11 @@ def _plain_blocks(source: InputSource, start: int, block_bytes: int) -> Iterator
 def _stream_blocks(
     source: InputSource, raw: BinaryIO, start: int, block_bytes: int
 ) -> Iterator[Block]:
-    stream = open_compressed(raw, source.codec)
+    if source.start or source.stop:
+        pieces = open_part(source, raw)
+        stream = cast(BinaryIO, io.BufferedReader(IteratorBytes(pieces), 1 << 16))
+    else:
+        stream = open_compressed(raw, source.codec)
     _skip(stream, start)
     if source.kind == "text":
         if start == 0:
@@ -382,7 +380,7 @@ def _stream_blocks(
         else:
             data += stream.readline()
             end = start + len(data)
-        done = raw.tell() if source.size else 0
+        done = min(raw.tell() - source.start, source.num_bytes) if source.size else 0
         yield Block(source.path, source.kind, start, end, done, data)
         start = end
 

@@ -4,12 +4,15 @@ Rows are read in order, batch by batch, and sent to the workers as an Arrow stre
 columns to tokenize; a file of any size takes the memory of one batch.
 """
 
+import codecs
+import csv
 import io
 from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import PurePath
 from typing import Any
 
-from mcore_data.preprocessing.blocks import Block, InputSource, open_raw
+from mcore_data.preprocessing.blocks import Block, InputSource, open_local, open_raw
 from mcore_data.preprocessing.compression import open_compressed
 
 TABLES = (".parquet", ".pq", ".arrow", ".feather")
@@ -18,13 +21,14 @@ CSVS = (".csv", ".tsv")
 """Lower-case suffixes of tables as text, which may be compressed as a whole."""
 _PARQUET = TABLES[:2]
 _LONGEST_CSV_ROW = 64 << 20
+_CSV_ROWS = 1000
 _ARROW_MAGIC = b"ARROW1"
 
 
 def read_tables(
     source: InputSource, json_keys: Sequence[str], start: int, block_bytes: int
 ) -> Iterator[Block]:
-    """Yield the blocks of a table from row ``start`` on."""
+    """Yield the blocks of a table, or of a part's row groups, from row ``start`` on."""
     if source.is_stream:
         raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
     try:
@@ -34,7 +38,7 @@ def read_tables(
         raise ImportError(
             f"{source.path} needs the extra: pip install 'mcore-data[arrow]'."
         ) from None
-    row = 0
+    row = 0  # of the part
     try:
         with open_raw(source) as stored:
             if _is_csv(source):
@@ -53,7 +57,7 @@ def read_tables(
                     with ipc.new_stream(sink, piece.schema) as stream:
                         stream.write_batch(piece)
                     end = row + piece.num_rows
-                    done = source.size * end // num_rows if num_rows else raw.tell()
+                    done = source.num_bytes * end // num_rows if num_rows else raw.tell()
                     data = sink.getvalue().to_pybytes()
                     yield Block(source.path, "table", row, end, done, data)
                     row = end
@@ -89,20 +93,62 @@ def _open_table(
     from pyarrow import parquet
 
     keys = list(json_keys)
-    if source.path.lower().endswith(_PARQUET):
+    if is_parquet(source):
         file = parquet.ParquetFile(
             pyarrow.PythonFile(raw, mode="r"),
             buffer_size=1 << 20,
             page_checksum_verification=True,
         )
         _check_columns(source, file.schema_arrow.names, keys)
-        num_rows = file.metadata.num_rows
-        stored = sum(
-            file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)
-        )
+        numbers = [*range(file.num_row_groups)]
+        if source.start or source.stop:
+            stop, starts = source.stop or source.size, _starts(file.metadata)
+            numbers = [i for i in numbers if source.start <= starts[i] < stop]
+        groups = [file.metadata.row_group(i) for i in numbers]
+        num_rows = sum(group.num_rows for group in groups)
+        stored = sum(group.total_byte_size for group in groups)
         batch_rows = max(1, min(65_536, block_bytes * num_rows // max(stored, 1)))
-        return file.iter_batches(batch_size=batch_rows, columns=keys), num_rows
+        batches = file.iter_batches(batch_size=batch_rows, row_groups=numbers, columns=keys)
+        return batches, num_rows
     return _read_arrow(source, raw, keys), 0
+
+
+def is_parquet(source: InputSource) -> bool:
+    """Whether a source is a Parquet file, by its name."""
+    return source.path.lower().endswith(_PARQUET)
+
+
+def row_group_starts(path: str) -> list[int]:
+    """First byte of each row group of a local Parquet file; 0 for the first one.
+
+    The list is empty if row groups do not follow each other in the file in their order.
+    """
+    from pyarrow import parquet
+
+    with open_local(path) as stored:
+        starts = _starts(parquet.read_metadata(stored))
+    return starts if all(a < b for a, b in pairwise(starts)) else []
+
+
+def count_rows(path: str, stop: int) -> int:
+    """Rows of a local Parquet file's row groups before byte ``stop``."""
+    from pyarrow import parquet
+
+    with open_local(path) as stored:
+        facts = parquet.read_metadata(stored)
+    starts = _starts(facts)
+    return sum(facts.row_group(i).num_rows for i, at in enumerate(starts) if at < stop)
+
+
+def _starts(facts: Any) -> list[int]:
+    starts = [0] * facts.num_row_groups
+    for number in range(1, facts.num_row_groups):
+        group = facts.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        starts[number] = min(
+            column.dictionary_page_offset or column.data_page_offset for column in columns
+        )
+    return starts
 
 
 def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iterator[Any]:
@@ -140,28 +186,43 @@ def _is_csv(source: InputSource) -> bool:
 
 
 def _read_csv(source: InputSource, stored: Any, keys: Sequence[str]) -> Iterator[Any]:
-    """Yield the record batches of a CSV file with a line of names; all values are text."""
-    import pyarrow
-    from pyarrow import csv
+    """Yield the record batches of a CSV file with a line of names; all values are text.
 
-    is_tabbed = ".tsv" in source.path.lower()
+    Arrow's CSV reader takes a file that ends inside a quoted value for a whole one, so the rows
+    are read by Python's reader, strictly.
+    """
+    import pyarrow
+
+    lines = codecs.iterdecode(open_compressed(stored, source.codec), "utf-8-sig")
+    csv.field_size_limit(_LONGEST_CSV_ROW)
+    delimiter = "\t" if ".tsv" in source.path.lower() else ","
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
-        reader = csv.open_csv(
-            pyarrow.PythonFile(open_compressed(stored, source.codec), mode="r"),
-            csv.ReadOptions(use_threads=False, block_size=_LONGEST_CSV_ROW),
-            csv.ParseOptions(delimiter="\t" if is_tabbed else ",", newlines_in_values=True),
-            csv.ConvertOptions(
-                include_columns=list(keys),
-                column_types={key: pyarrow.string() for key in keys},
-                null_values=[],
-            ),
-        )
-    except KeyError as error:
-        raise ValueError(
-            f"{source.path}: {error.args[0]}. Its first line must have the names of "
-            "--json-keys."
-        ) from None
-    yield from reader
+        names = next(reader, [])
+        missing = [key for key in keys if key not in names]
+        if missing:
+            raise ValueError(
+                f"{source.path} has no column {missing[0]!r} (columns: {', '.join(names)}). "
+                "Its first line must have the names of --json-keys."
+            )
+        indices = [names.index(key) for key in keys]
+        rows = (_whole_row(row, len(names), reader.line_num) for row in reader if row)
+        while batch := list(islice(rows, _CSV_ROWS)):
+            columns = [
+                pyarrow.array([row[i] for row in batch], pyarrow.string()) for i in indices
+            ]
+            yield pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
+    except csv.Error as error:
+        raise OSError(f"line {reader.line_num}: {error}") from error
+    except (UnicodeDecodeError, EOFError) as error:
+        raise OSError(str(error)) from error
+
+
+def _whole_row(row: list[str], num_columns: int, line: int) -> list[str]:
+    """Return a row; raise if it has not one value for each column."""
+    if len(row) != num_columns:
+        raise OSError(f"line {line}: {len(row)} values in a row of {num_columns} columns")
+    return row
 
 
 def _project(source: InputSource, batch: Any, keys: Sequence[str]) -> Any:

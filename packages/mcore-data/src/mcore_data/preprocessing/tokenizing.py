@@ -32,7 +32,7 @@ from mcore_data.preprocessing.records import BadRecordError
 from mcore_data.preprocessing.sentences import Splitter, build_splitter
 from mcore_data.preprocessing.sources import (
     Corpus,
-    count_lines,
+    count_records,
     digest,
     fingerprint,
     read_blocks,
@@ -371,7 +371,7 @@ class _Run:
         refuse_changed([source])
         before = self.journal.records
         if source.start:
-            before += count_lines(source.path, source.start)
+            before += count_records(source.path, source.kind, source.start)
         for bad in result.bad:
             sentence = f"{describe(block.path, block.kind, before + bad.number)}: {bad.reason}."
             if self.config.on_bad_record == "refuse":

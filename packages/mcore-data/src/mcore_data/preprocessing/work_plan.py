@@ -183,8 +183,8 @@ def make_plan(
     Args:
         config: inputs, output prefix and options, which hold for all units.
         tokenizer_config: the tokenizer.
-        unit_bytes: stored bytes of a unit. Plain files are cut between lines; a larger file
-            of another kind is one unit.
+        unit_bytes: stored bytes of a unit. A larger file that ``divide`` cannot cut is one
+            unit.
 
     Raises:
         ValueError: if options of workers or of ``--partitions`` are given, or another plan has

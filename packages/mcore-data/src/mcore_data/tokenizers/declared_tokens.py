@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 CONFIG = "tokenizer_config.json"
 ROLES = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Classes that take the steps of tokenizer.json as they are; others build some from flags.
 _PLAIN_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
 _NORMALIZER_FLAGS = {
@@ -57,7 +57,14 @@ def add_declared_tokens(core: tokenizers.Tokenizer, folder: Path) -> None:
             declared[int(number)] = _added_token(fields, folder)
     else:
         source = ADDED
-        special = set(map(str, names))
+        # transformers compares the names in this file with the usual roles alone, and before
+        # it makes tokens of objects with a "__type"; it adds other names as ordinary tokens.
+        usual = {
+            key: value
+            for key, value in config.items()
+            if isinstance(value, list) or (key in _ROLES and "__type" not in (value or ""))
+        }
+        special = set(map(str, _special_tokens(usual, folder)))
         for name, number in _read_json(folder / ADDED).items():
             is_special = name in special
             token = AddedToken(name, normalized=not is_special, special=is_special)
@@ -87,12 +94,14 @@ def _is(tokens: Mapping[int, AddedToken], number: int, name: str) -> bool:
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> list[str | AddedToken]:
     """Tokens that have a role, then further ones, in the order in which they get ids."""
-    usual = [f"{role}_token" for role in _ROLES]
-    own = [key for key in config if key.endswith("_token") and key not in usual]
-    values = [config.get(key) for key in [*usual, *own]]
+    own = [key for key in config if key.endswith("_token") and key not in _ROLES]
+    values = [config.get(key) for key in [*_ROLES, *own]]
     extra = config.get("extra_special_tokens") or ()
     if isinstance(extra, Mapping):
         values += extra.values()
+    elif not any(isinstance(config[key], str) for key in own):  # which replace these tokens
+        values += (config.get("model_specific_special_tokens") or {}).values()
+    if isinstance(extra, Mapping):
         extra = ()
     values += extra or config.get("additional_special_tokens") or ()
     found: list[str | AddedToken] = []

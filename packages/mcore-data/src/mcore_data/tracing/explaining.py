@@ -14,7 +14,7 @@ import numpy as np
 from mcore_data.indexed.origins import Origins, kept_values
 from mcore_data.loading.sampler import CyclicSampler
 from mcore_data.preprocessing.blocks import describe
-from mcore_data.preprocessing.sources import count_lines
+from mcore_data.preprocessing.sources import count_records
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import (
@@ -90,7 +90,7 @@ class RunData:
         self.dataset = rebuild(self.plan, self.tokenizer)
         self._stored = {getattr(each, "prefix", ""): each for each in prefixes(self.dataset)}
         self._origins: dict[str, Origins] = {}
-        self._lines_before: dict[tuple[str, int], int] = {}
+        self._records_before: dict[tuple[str, int], int] = {}
 
     def explain(self, step: int, sample: int) -> list[DocumentRange]:
         """Return the document ranges that a sample of a step consists of.
@@ -141,9 +141,8 @@ class RunData:
     def origin(self, prefix: str, document: int) -> str:
         """Return the input file, line or row, and kept values of a document; "" if unknown.
 
-        For a part of a file (``--partitions``) the lines before the part are counted in the
-        file. If the file is missing or has another size, the text names the byte from which the
-        line is counted.
+        For a part of a file the records before the part are counted in the file. If the file
+        is missing or has another size, the text names the byte from which they are counted.
 
         Args:
             prefix: prefix of the pair; "" if the run reads a single pair.
@@ -163,9 +162,11 @@ class RunData:
             path = Path(origin.path)
             if path.is_file() and path.stat().st_size == origin.size:
                 key = origin.path, origin.start
-                if key not in self._lines_before:
-                    self._lines_before[key] = count_lines(*key)
-                number += self._lines_before[key]
+                if key not in self._records_before:
+                    self._records_before[key] = count_records(
+                        origin.path, origin.kind, origin.start
+                    )
+                number += self._records_before[key]
             else:
                 suffix = f" (counted from byte {origin.start})"
         kept = kept_values(name, document, self._stored[name].cache_path)

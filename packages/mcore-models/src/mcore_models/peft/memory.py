@@ -11,7 +11,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def trained_bytes(
-    estimate: Callable[[Shapes, OffloadConfig], RankBytes],
+    estimate: Callable[[Shapes, OffloadConfig, int], RankBytes],
     shapes: Shapes,
     config: PeftConfig,
     offload: OffloadConfig,
@@ -22,7 +22,8 @@ def trained_bytes(
     """Estimate the rank that needs most, with gradients and optimizer state of adapters only.
 
     Args:
-        estimate: ``rank_bytes`` for a model with given tensors.
+        estimate: ``rank_bytes`` for a model with given tensors, offloading and
+            ``widened_bytes``.
         shapes: of the model's tensors.
         config: adapters and their base.
         offload: state in host memory.
@@ -31,7 +32,7 @@ def trained_bytes(
     """
     adapters = adapter_shapes(config, shapes)
     if not adapters:
-        return estimate(shapes, offload)
+        return estimate(shapes, offload, 0)
     of_base = replace(
         offload,
         optimizer_cpu_offload=False,
@@ -39,18 +40,18 @@ def trained_bytes(
         optimizer_offload_dir="",
     )
     of_adapters = replace(offload, cpu_offloading=False, cpu_offloading_num_layers=0)
-    frozen, trained = estimate(shapes, of_base), estimate(adapters, of_adapters)
-    saved = 0
+    saved = widened = 0
     if config.peft_base_bits:
         rounded = {
             f"{name}.weight": shapes[f"{name}.weight"]
             for name in linears(shapes)
             if config.is_target(name) or ".experts." in name
         }
-        wide = estimate(rounded, OffloadConfig()).weights
+        wide = estimate(rounded, OffloadConfig(), 0).weights
         held = (config.peft_base_bits / 8 + 4 / BLOCK) / weight_bytes
         # At most one layer's weights are dequantized at a time.
-        saved = int(wide * (1 - held)) - wide // layers
+        saved, widened = int(wide * (1 - held)), wide // layers
+    frozen, trained = estimate(shapes, of_base, widened), estimate(adapters, of_adapters, 0)
     return replace(
         trained,
         weights=frozen.weights + trained.weights - saved,

@@ -12,7 +12,7 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_join, zigzag_positions
 from mcore_parallel.mesh import SINGLE, Axis
 
-PIECE_ELEMENTS = 1 << 24
+PIECE_ELEMENTS = 1 << 25
 """Scores in memory at one time."""
 
 
@@ -78,10 +78,12 @@ def largest_scores(
         part = slice(begin, begin + step)
         # [s, B, N, H] -> [B, G, N/G * s, H], so that heads of a group share one GEMM
         rows = q[part].unflatten(2, (G, -1)).permute(1, 2, 3, 0, 4)
-        scores = (rows.flatten(2, 3) @ keys).to(wide).unflatten(2, rows.shape[2:4])
-        seen = (key >= first[:, part, None]) & (key <= place[part, None])
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-        largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten())
+        # Without context ranks, queries are in order and see no key behind the piece.
+        end = min(begin + step, num_keys) if cp.size == 1 else num_keys
+        scores = (rows.flatten(2, 3) @ keys[..., :end]).unflatten(2, rows.shape[2:4])
+        unseen = (key[:end] < first[:, part, None]) | (key[:end] > place[part, None])
+        scores.masked_fill_(unseen[:, None, None], -torch.inf)
+        largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten().to(wide))
     return largest
 
 

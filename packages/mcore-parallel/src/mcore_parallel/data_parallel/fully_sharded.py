@@ -38,7 +38,8 @@ from mcore_parallel.data_parallel.grads import sum_views
 from mcore_parallel.data_parallel.meta_matrices import give_memory, zeros_of_meta
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
 from mcore_parallel.data_parallel.sharded_parameter import ShardedParameter
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.data_parallel.sharding_waits import ShardingWaits
+from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,
     Shard,
@@ -87,7 +88,7 @@ class FullyShardedDataParallel(GradientSync):
                 use_distributed_optimizer=True, grad_reduce_in_bf16=config.has_narrow_grads
             )
             self._buckets = DataParallel(chunks, ctx, rest, only=bucketed)
-        meshes = {kind: _mesh(ctx, kind) for kind in ("dense", "expert")}
+        meshes = {kind: (_mesh(ctx, kind), axis) for kind, axis in _shard_axes(ctx).items()}
         self._sharded: list[ShardedParameter] = []
         for chunk, each in zip(chunks, found, strict=True):
             own = [named for named in each if named.parameter not in left_out]
@@ -102,7 +103,7 @@ class FullyShardedDataParallel(GradientSync):
         chunk: nn.Module,
         own: Sequence[NamedParameter],
         left_out: set[nn.Parameter],
-        meshes: dict[str, DeviceMesh | None],
+        meshes: Mapping[str, tuple[DeviceMesh | None, Axis]],
     ) -> None:
         """Shard one chunk, innermost modules first."""
         # Without their memory.
@@ -111,14 +112,14 @@ class FullyShardedDataParallel(GradientSync):
         experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
         gives_back = self.config.sharding == "optim_grads_params"
         for name in sorted(experts):
-            self._wrap(chunk.get_submodule(name), meshes["expert"], left_out, gives_back)
+            self._wrap(chunk.get_submodule(name), *meshes["expert"], left_out, gives_back)
         for block in chain.from_iterable(layer_stacks(chunk)):
-            self._wrap(block, meshes["dense"], left_out, gives_back)
+            self._wrap(block, *meshes["dense"], left_out, gives_back)
         # Its weights are needed from the embedding to the loss, after forward. A stage in the
         # middle has none, and is the root of its blocks all the same.
         if own:
-            mesh = meshes["dense"] or meshes["expert"]
-            self._wrap(chunk, mesh, left_out, gives_back=False, is_root=True)
+            kind = "dense" if meshes["dense"][0] else "expert"
+            self._wrap(chunk, *meshes[kind], left_out, gives_back=False, is_root=True)
         kinds = {
             "dense": (self.ctx.optimizer_shard, self.ctx.optimizer_replica),
             "expert": (self.ctx.expert_optimizer_shard, self.ctx.expert_optimizer_replica),
@@ -131,6 +132,7 @@ class FullyShardedDataParallel(GradientSync):
         self,
         module: nn.Module,
         mesh: DeviceMesh | None,
+        axis: Axis,
         left_out: set[nn.Parameter],
         gives_back: bool,
         *,
@@ -165,6 +167,7 @@ class FullyShardedDataParallel(GradientSync):
         for parameter in own:  # whole still; callers may hold it until all is sharded
             parameter.data = parameter.data.new_empty(0)
         assert isinstance(module, FSDPModule)
+        ShardingWaits(module, axis, is_root=is_root)
         # Losses are divided by global counts, so gradients are summed and never averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -300,7 +303,7 @@ def _bucketed(found: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.P
     for named in trainable:
         sizes[named.parameter.dtype] += named.parameter.numel()
     usual = sizes.most_common(1)[0][0]
-    shards = {"dense": ctx.optimizer_shard, "expert": ctx.expert_optimizer_shard}
+    shards = _shard_axes(ctx)
     return {
         named.parameter
         for named in trainable
@@ -308,6 +311,11 @@ def _bucketed(found: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.P
         or shards[named.layout.data].size == 1
         or named.parameter.dim() == 0
     }
+
+
+def _shard_axes(ctx: ParallelContext) -> dict[str, Axis]:
+    """Return the ranks that share the rows of dense parameters, and of experts."""
+    return {"dense": ctx.optimizer_shard, "expert": ctx.expert_optimizer_shard}
 
 
 def _mesh(ctx: ParallelContext, kind: str) -> DeviceMesh | None:

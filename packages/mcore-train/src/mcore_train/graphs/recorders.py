@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.step_clock import StepClock
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -33,8 +34,14 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs, each in one of several pools of memory."""
 
-    def __init__(self, streams: RngStreams) -> None:
-        self._streams = streams
+    def __init__(self, streams: RngStreams, clock: StepClock) -> None:
+        """Record nothing yet.
+
+        Args:
+            streams: random streams that functions may draw from.
+            clock: opens no spans while a graph is recorded.
+        """
+        self._streams, self._clock = streams, clock
         self._pools: dict[Hashable, Any] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -51,7 +58,8 @@ class CudaRecorder:
         # torch.cuda.graph, which empties the allocator's cache before each of many graphs.
         graph.capture_begin(pool=self._pools[memory], capture_error_mode="thread_local")
         try:
-            outputs = function()
+            with self._clock.paused():  # a graph cannot hold events that are timed
+                outputs = function()
         finally:
             graph.capture_end()
         self._graphs.append(graph)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.step_clock import StepClock
 from mcore_train.losses import StepLosses
 
 Compute = Callable[[Sequence[MicroBatch]], StepLosses]
@@ -41,7 +42,11 @@ class BackwardRecorder:
     """
 
     def __init__(
-        self, data_parallel: GradientSync, streams: RngStreams, num_warmup_steps: int
+        self,
+        data_parallel: GradientSync,
+        streams: RngStreams,
+        num_warmup_steps: int,
+        clock: StepClock,
     ) -> None:
         """Begin without a graph.
 
@@ -50,8 +55,9 @@ class BackwardRecorder:
             streams: random streams that may be drawn from.
             num_warmup_steps: steps of equal shapes that come before recording: they compile,
                 choose algorithms and connect ranks.
+            clock: opens no spans while the graph is recorded.
         """
-        self._data_parallel, self._streams = data_parallel, streams
+        self._data_parallel, self._streams, self._clock = data_parallel, streams, clock
         self._num_warmup_steps = num_warmup_steps
         self._signature: Signature | None = None
         self._num_seen = 0
@@ -120,7 +126,11 @@ class BackwardRecorder:
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
         # Threads that read data or write checkpoints call CUDA during the capture.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        # A graph cannot hold the events that the clock times spans by.
+        with (
+            self._clock.paused(),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             self._outputs = compute(self._inputs)
         self._graph = graph
 

@@ -140,7 +140,7 @@ def make_plan(
         system,
         tuple(given),
         searches_fp8=options.search_fp8,
-        top=max(options.top, options.explain),
+        top=max(options.top, options.explain, 10 * bool(options.plot)),
     )
     return Planned(
         search=found,

@@ -3,7 +3,8 @@
 import gc
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,9 @@ from mcore_models.families import Family
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import assemble
+from mcore_parallel.random_tiles import hash_words
+from mcore_parallel.sharding import Shard
+from mcore_train.assembly import Tables, assemble
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import TrainConfig
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
@@ -24,7 +27,7 @@ from mcore_train.step import train_step
 log = logging.getLogger(__name__)
 
 
-def choose_micro_batch(plan: Plan, ctx: ParallelContext) -> Plan:
+def choose_micro_batch(plan: Plan, ctx: ParallelContext, tables: Tables | None = None) -> Plan:
     """Return a run's plan with the fastest micro-batch that fits; all ranks call it together.
 
     A step of the proposed size is run and forgotten. If it runs out of memory on any rank, the
@@ -33,6 +36,7 @@ def choose_micro_batch(plan: Plan, ctx: ParallelContext) -> Plan:
     Args:
         plan: with any micro-batch.
         ctx: the layout's groups.
+        tables: optimizers, fp8 recipes and engines of the run, see ``assemble``.
 
     Raises:
         RuntimeError: if not even the smallest size can be trained.
@@ -44,16 +48,18 @@ def choose_micro_batch(plan: Plan, ctx: ParallelContext) -> Plan:
     )
     for size, seconds, needed in proposals:
         tried = with_micro_batch(plan, size)
-        if not _runs(tried, ctx):
+        begin = time.monotonic()
+        if not _runs(tried, ctx, tables):
             log.info("--micro-batch-size auto: %d ran out of memory in the probe", size)
             continue
         log.info(
             "--micro-batch-size auto takes %d: predicted %.0f ms a step and %.1f of %.1f GiB; "
-            "one step was tried",
+            "one step was tried, in %.1f s",
             size,
             1e3 * seconds,
             needed / GIB,
             limit / GIB,
+            time.monotonic() - begin,
         )
         return tried
     raise RuntimeError(
@@ -120,9 +126,9 @@ def with_micro_batch(plan: Plan, size: int) -> Plan:
     return build_plan(config, plan.world_size, plan.family)
 
 
-def _runs(plan: Plan, ctx: ParallelContext) -> bool:
+def _runs(plan: Plan, ctx: ParallelContext, tables: Tables | None) -> bool:
     """Train one step and forget it; whether all ranks had the memory."""
-    failed = _is_out_of_memory(lambda: _probe(plan, ctx))
+    failed = _is_out_of_memory(lambda: _probe(plan, ctx, tables))
     gc.collect()
     if ctx.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -130,9 +136,24 @@ def _runs(plan: Plan, ctx: ParallelContext) -> bool:
     return not int(all_reduce(count, ctx.world))
 
 
-def _probe(plan: Plan, ctx: ParallelContext) -> None:
-    run = assemble(plan, ctx)
+def _probe(plan: Plan, ctx: ParallelContext, tables: Tables | None) -> None:
+    data = replace(plan.config.data, num_workers=0)  # one batch is read: start no workers
+    plan = replace(plan, config=replace(plan.config, data=data))
+    run = assemble(plan, ctx, draws_weights=False, prepare=_draw_on_device, tables=tables)
     train_step(run, next(iter(train_batches(run))), 0.0, 0.0)
+
+
+def _draw_on_device(weights: Mapping[str, Shard]) -> None:
+    """Fill matrices with normal numbers of the device, alike on ranks that hold the same part.
+
+    A router needs random weights: with zeros all tokens take the same experts. The run's own
+    weights are drawn by the host, which takes seconds for each billion of them.
+    """
+    for name, shard in weights.items():
+        if len(shard.shape) > 1 and not name.endswith("norm.weight"):
+            for piece in shard.pieces:
+                generator = torch.Generator(piece.data.device).manual_seed(hash_words(name))
+                piece.data.normal_(std=0.02, generator=generator)
 
 
 def _is_out_of_memory(function: Callable[[], None]) -> bool:

@@ -23,6 +23,7 @@ from mcore_models.logical_tensors import (
     num_kv_heads,
     value_dim,
 )
+from mcore_models.peft.config import BLOCK, PeftConfig, adapter_shapes, linears
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_train.composition import TrainConfig
 from mcore_train.pipeline_choice import without_exchange
@@ -100,6 +101,8 @@ class ModelShape:
     embedding_elements: int
     head_elements: int
     """Own elements of the head; 0: tied."""
+    adapters: "Adapters | None" = None
+    """What is trained in place of the model."""
 
     @property
     def num_layers(self) -> int:
@@ -107,13 +110,29 @@ class ModelShape:
         return sum(count for _, count in self.layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Sums over the linears of all layers that have adapters."""
+
+    elements: int
+    """Of the adapters."""
+    inputs: int
+    outputs: int
+    """Of the linears other than experts."""
+    base_elements: int
+    """Of the linears and of experts, which ``--peft-base-bits`` rounds."""
+
+
 def model_shape(config: TrainConfig, family: str, vocab_size: int) -> ModelShape:
     """Group the logical tensors of a model by layer."""
-    return _model_shape(family, config.model, without_exchange(config.experts), vocab_size)
+    experts = without_exchange(config.experts)
+    return _model_shape(family, config.model, experts, vocab_size, config.peft)
 
 
 @lru_cache(maxsize=8)
-def _model_shape(family: str, model: object, moe: object, vocab_size: int) -> ModelShape:
+def _model_shape(
+    family: str, model: object, moe: object, vocab_size: int, peft: PeftConfig
+) -> ModelShape:
     shapes = FAMILIES[family].tensor_shapes(model, vocab_size, moe)
     blocks: dict[tuple[str, int], dict[str, tuple[int, ...]]] = defaultdict(dict)
     embedding = head = 0
@@ -133,7 +152,23 @@ def _model_shape(family: str, model: object, moe: object, vocab_size: int) -> Mo
         last = min(number, model.num_layers - 1)  # pyrefly: ignore
         span = (window(model, last), chunk(model, last))  # pyrefly: ignore
         kinds[_layer(stack, tensors, span)] += 1
-    return ModelShape(tuple(counted.items()), tuple(further.items()), embedding, head)
+    adapters = _adapters(shapes, peft) if peft.peft != "none" else None
+    return ModelShape(tuple(counted.items()), tuple(further.items()), embedding, head, adapters)
+
+
+def _adapters(shapes: Mapping[str, tuple[int, ...]], peft: PeftConfig) -> Adapters:
+    rounded = {
+        name: shapes[f"{name}.weight"]
+        for name in linears(shapes)
+        if peft.is_target(name) or ".experts." in name
+    }
+    dense = [shape for name, shape in rounded.items() if ".experts." not in name]
+    return Adapters(
+        elements=sum(map(prod, adapter_shapes(peft, shapes).values())),
+        inputs=sum(inputs for _, inputs in dense),
+        outputs=sum(outputs for outputs, _ in dense),
+        base_elements=sum(map(prod, rounded.values())),
+    )
 
 
 def _layer(stack: str, tensors: Mapping[str, tuple[int, ...]], span: tuple[int, int]) -> Layer:
@@ -213,6 +248,40 @@ def layer_work(
         work[INPUT]["host"] += host * (1 + 0.5 * extra) / 3
         work[WEIGHT]["host"] += host / 3
     return work
+
+
+def train_adapters(
+    layer: Work, head: Work, embedding: Work, shape: ModelShape, config: TrainConfig, rows: int,
+    system: System,
+) -> None:  # fmt: skip
+    """Change the work of a model to that of adapters, if it has any: its weights are frozen.
+
+    An adapter's GEMMs are as narrow as its rank and bound by what they read and write of a
+    token, 2 bytes an element: forward reads the input and adds to the output; backward reads
+    the output's gradient twice and the input, and adds to the input's gradient.
+
+    Args:
+        layer: work of a mean layer, changed in place.
+        head: with the loss, changed in place.
+        embedding: changed in place.
+        shape: of the model.
+        config: all options.
+        rows: tokens of a micro-batch on this rank.
+        system: constants of the cluster.
+    """
+    if (adapters := shape.adapters) is None:
+        return
+    embedding[WEIGHT].clear()
+    for work in (layer, head):
+        work[WEIGHT]["gemm"] = work[WEIGHT]["experts"] = 0.0
+    inputs, outputs = adapters.inputs, adapters.outputs
+    moved = {FORWARD: 2 * inputs + 4 * outputs, INPUT: 6 * inputs + 4 * outputs}
+    scale = 1 / shape.num_layers / config.parallelism.tensor_model_parallel_size
+    bits = config.peft.peft_base_bits
+    # Each pass of a micro-batch widens the rounded weights to 2 bytes, once.
+    widened = (bits / 8 + 4 / BLOCK + 2) * adapters.base_elements * bool(bits)
+    for kind, per_token in moved.items():
+        layer[kind]["other kernels"] += system.move_s(scale * (rows * per_token + widened))
 
 
 def _add_linears(
@@ -503,9 +572,10 @@ def head_work(
     chunks = tokens / rows
     forward = system.gemm_s(rows, columns, D, count=chunks)
     forward += system.gemm_s(rows, D, columns, count=chunks)
-    weight = system.gemm_s(columns, D, rows)
-    gradient = system.move_s(8 * columns * D)
-    forward += chunks * (weight**2 + gradient**2) ** 0.5
+    if config.peft.peft == "none":
+        weight = system.gemm_s(columns, D, rows)
+        gradient = system.move_s(8 * columns * D)
+        forward += chunks * (weight**2 + gradient**2) ** 0.5
     head[FORWARD]["gemm"] = times * forward
     head[FORWARD]["other kernels"] = times * system.move_s(7 * columns * tokens)
     if tp > 1:

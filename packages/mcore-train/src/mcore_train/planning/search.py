@@ -5,6 +5,7 @@ reason; the others are timed with the formula of their bubble, and the best agai
 their schedule and resolving their options, as a run does.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -501,6 +502,10 @@ def _crossing(
 
 
 def _reject(found: Search, reason: str, example: str) -> None:
+    """Count a layout under its reason; reasons that differ in their numbers alone are one."""
+    words = re.sub(r"\d+", "", reason)
+    alike = (each for each in found.rejected if re.sub(r"\d+", "", each) == words)
+    reason = next(alike, reason)
     found.rejected[reason] += 1
     if reason not in found.examples or "slower" in example:
         found.examples[reason] = example

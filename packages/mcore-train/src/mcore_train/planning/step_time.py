@@ -31,6 +31,7 @@ from mcore_train.planning.model_work import (
     layer_work,
     model_shape,
     no_work,
+    train_adapters,
 )
 from mcore_train.planning.system import System
 
@@ -92,6 +93,7 @@ def predict_step(
         for kind, parts in layer_work(layer, config, main, system, num_microbatches).items():
             for part, seconds in parts.items():
                 head[kind][part] += seconds * count
+    train_adapters(layers, head, embedding, shape, config, main.own, system)
     if config.data_parallelism.is_fully_sharded:
         _add_gathers(layers, shape, config, world_size, system)
     _recover_power(
@@ -264,7 +266,10 @@ def _add_gathers(
     elements /= shape.num_layers
     gathers = data.sharding == "optim_grads_params"
     gather = system.collective_s("all_gather", 2 * elements, ranks, tp)
-    scatter = system.collective_s("reduce_scatter", 4 * elements, ranks, tp)
+    trained = elements
+    if shape.adapters is not None:
+        trained = shape.adapters.elements / shape.num_layers / tp
+    scatter = system.collective_s("reduce_scatter", 4 * trained, ranks, tp)
     copies = system.move_s(FSDP_BYTES[data.sharding] * elements)
     for kind, wire, share in (
         (FORWARD, gather * gathers, 0.3),
@@ -293,6 +298,8 @@ def _data_parallel_s(
     dense = ends + sum(n * layer.dense_elements for layer, n in shape.layers) / tp / pp
     experts = sum(n * layer.expert_elements for layer, n in shape.layers)
     experts /= expert_tp * ep * pp
+    if shape.adapters is not None:
+        ends, dense, experts = 0.0, shape.adapters.elements / tp / pp, 0.0
     ranks, expert_ranks = world_size // (tp * pp), world_size // (expert_tp * ep * pp)
     wide = 2 if data.has_narrow_grads else 4
     parts: Parts = defaultdict(float)

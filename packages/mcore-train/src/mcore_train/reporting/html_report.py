@@ -22,6 +22,8 @@ SPIKE = 1.2
 """Loss over the median of the reports before it that counts as a spike."""
 BEFORE = 8
 """Reports of that median."""
+ORIGIN = ("kind", "attempt", "continues_from", "iteration", "time")
+"""Keys of every row."""
 MOST_SPIKES, MOST_DOCUMENTS, MOST_BARS = 5, 4, 60
 
 Rows = Sequence[Mapping[str, Any]]
@@ -39,8 +41,14 @@ CURVES = {
     "waterfall/gradient_noise": "Gradient noise scale over the batch",
     "waterfall/communication_share": "Exposed communication, share of the step",
     "waterfall/utilisation": "Utilisation",
+    "layers/weight_norm": "Norm of all weights",
+    "layers/update_norm": "Norm of an update",
+    "layers/largest_attention_logit": "Largest attention logit",
 }
-"""Numbers that are drawn over steps, of rows of kind train unless a kind is named."""
+"""Numbers that are drawn over steps, of rows of kind train unless a kind is named. Those of
+named validation sets and of zero-shot tasks follow."""
+SPEEDS = ("tokens_per_s", "step_ms", "mfu")
+"""Drawn without the first report of each attempt, whose first step compiles and connects."""
 
 _PART_COLORS = {
     "compute": "#1f6feb",
@@ -107,6 +115,9 @@ class RunPage:
         """Return steps and finite values of a number, such as ``loss`` or ``valid/loss``."""
         kind, _, key = name.rpartition("/")
         rows = self.of_kind(kind or "train")
+        if name in SPEEDS and len(rows) > 1:
+            attempts = [row.get("attempt", 1) for row in rows]
+            rows = [rows[n] for n in range(1, len(rows)) if attempts[n] == attempts[n - 1]]
         found = [(row["iteration"], row.get(key)) for row in rows]
         return [(x, y) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
 
@@ -191,12 +202,14 @@ def _comparison(pages: Sequence[RunPage]) -> str:
         "peak GiB": lambda p: max((y for _, y in p.points("peak_gib")), default=0.0) or None,
         "attempts": lambda p: max((row.get("attempt", 1) for row in p.rows), default=1),
     }
-    head = "".join(f"<th class=n>{name}</th>" for name in numbers)
+    columns = {name: [value(page) for page in pages] for name, value in numbers.items()}
+    columns = {name: found for name, found in columns.items() if any(found)}
+    head = "".join(f"<th class=n>{name}</th>" for name in columns)
     body = "".join(
         f"<tr><td>{escape(page.name)}</td>"
-        + "".join(f"<td class=n>{_number(value(page))}</td>" for value in numbers.values())
+        + "".join(f"<td class=n>{_number(found[row])}</td>" for found in columns.values())
         + "</tr>"
-        for page in pages
+        for row, page in enumerate(pages)
     )
     return f"<div class=wide><table><tr><th>run</th>{head}</tr>{body}</table></div>"
 
@@ -207,14 +220,12 @@ def _newest(page: RunPage, key: str, otherwise: float | None = None) -> float | 
 
 
 def _median(page: RunPage, key: str) -> float | None:
-    # The first report has what only the first step takes.
     values = [y for _, y in page.points(key)]
-    values = values[1:] or values
     return statistics.median(values) if values else None
 
 
 def _curves(pages: Sequence[RunPage]) -> Iterator[str]:
-    for name, title in CURVES.items():
+    for name, title in (CURVES | _scores(pages)).items():
         lines = [
             Line(page.name, page.points(name), color)
             for page, color in zip(pages, _colors(pages), strict=True)
@@ -227,6 +238,19 @@ def _curves(pages: Sequence[RunPage]) -> Iterator[str]:
                     ends = [(line.points[0][0], planned), (line.points[-1][0], planned)]
                     lines.append(Line(f"{page.name}, planned", ends, line.color, True))
         yield f"<div class=card><h3>{escape(title)}</h3>{line_chart(lines)}</div>"
+
+
+def _scores(pages: Sequence[RunPage]) -> dict[str, str]:
+    """Name the numbers of named validation sets and of zero-shot tasks, with their titles."""
+    found = {}
+    for row in (row for page in pages for row in page.rows):
+        split, _, name = row["kind"].partition(" ")
+        if name and split == "valid":
+            found[f"{row['kind']}/loss"] = f"Validation loss on {name}"
+        elif split == "task":
+            numbers = [key for key in row if key not in ORIGIN]
+            found |= {f"{row['kind']}/{key}": f"{name}: {key}" for key in numbers}
+    return found
 
 
 def _run_parts(page: RunPage) -> Iterator[str]:
@@ -245,7 +269,7 @@ def _run_parts(page: RunPage) -> Iterator[str]:
     environment = [
         (key.replace("_", " "), _plain(value))
         for key, value in page.header.items()
-        if key not in ("kind", "attempt", "continues_from", "iteration", "time")
+        if key not in ORIGIN
     ]
     table = _table("", ("", ""), environment)
     yield f"<details><summary>Environment</summary>{table}</details>"

@@ -10,6 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,24 @@ SAMPLES = 1 << 18
 """Elements of a parameter from which its update is estimated, about."""
 _LAYER = re.compile(r"(?:^|\.)(?P<stack>\w+)\.(?P<number>\d+)\.")
 
-Sums = dict[str, Tensor]
-"""By layer and statistic, such as ``layer_3/weights``: sums on the device."""
+
+NORMS = ("weights", "gradients", "updates", "activations")
+"""Statistics that are measured as norms and added up as squares."""
+
+Part = tuple[OwnedRange, float, Tensor]
+"""A range of a parameter, its share in sums over the world, and a view of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One number of a layer."""
+
+    name: str
+    """Layer and statistic, such as ``layer_3/weights``; several entries may have one name."""
+    share: float
+    """Factor of the number in the sum of its name."""
+    value: Tensor
+    """Scalar on the device."""
 
 
 class LayerStatistics:
@@ -39,9 +56,11 @@ class LayerStatistics:
         self._run = run
         self._interval = run.plan.config.logging.layer_statistics_interval
         self._handles: list[Any] = []
-        self._sums: Sums = {}
-        self._before: list[tuple[OwnedRange, float, Tensor, Tensor]] = []
-        self._recorded: tuple[int, Sums] | None = None
+        self._entries: list[Entry] = []
+        self._counts: dict[str, float] = defaultdict(float)  # known to the host
+        self._before: list[tuple[Part, Tensor]] = []
+        self._is_watching = False  # from ``before`` to ``before_update``
+        self._recorded_step = 0
 
     def is_due(self, step: int) -> bool:
         """Whether a step is measured."""
@@ -51,7 +70,7 @@ class LayerStatistics:
         """Watch the forward of a step that is due."""
         if not self.is_due(step):
             return
-        self._sums = {}
+        self._entries, self._counts, self._is_watching = [], defaultdict(float), True
         if self._run.recorder is not None:
             return  # a graph repeats kernels, not the hooks of modules
         for chunk in self._run.chunks:
@@ -64,10 +83,7 @@ class LayerStatistics:
         """Measure complete gradients and weights; keep samples of the weights."""
         if not self.is_due(step):
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._take_scores()
+        self._stop_watching()
         replicas = self._run.data_parallel.replica_axes()
 
         def share(owned: OwnedRange) -> float:
@@ -76,49 +92,50 @@ class LayerStatistics:
             return held_share(layout) / copies
 
         gradients = [
-            (owned, share(owned), owned.view(unit.own_grads()))
+            (owned, share(owned), view)
             for unit in self._run.data_parallel.units
             for owned in unit.owned_ranges()
+            if (view := owned.view(unit.own_grads())).numel()
         ]
-        weights = [(o, share(o), view) for o, view in self._run.optimizer.main_ranges()]
-        self._add("gradients", gradients)
-        self._add("weights", weights)
-        for owned, weight, view in gradients:
+        ranges = self._run.optimizer.main_ranges()
+        weights = [(owned, share(owned), view) for owned, view in ranges if view.numel()]
+        self._add_norms("gradients", gradients)
+        self._add_norms("weights", weights)
+        self._add("zeros", gradients, [(view == 0).sum() for _, _, view in gradients])
+        for owned, share_of_owned, view in gradients:
             layer = layer_of(owned.named.name)
-            self._plus(f"{layer}/zeros", weight * (view == 0).sum())
-            self._plus(f"{layer}/elements", torch.tensor(weight * view.numel()))
-        self._before = [
-            (owned, weight, view[:: _stride(view)].clone(), view)
-            for owned, weight, view in weights
-        ]
+            self._counts[f"{layer}/elements"] += share_of_owned * view.numel()
+        self._before = [(part, part[2][:: _stride(part[2])].clone()) for part in weights]
 
     def after(self, step: int) -> None:
         """Measure the update of a step that is due; waits for nothing."""
         if not self.is_due(step):
             return
-        strides = [_stride(view) for _, _, _, view in self._before]
+        if self._is_watching:  # there was no update: gradients overflowed
+            self._stop_watching()
+            return
         changes = [
-            (owned, weight * stride, view[::stride] - before)
-            for (owned, weight, before, view), stride in zip(self._before, strides, strict=True)
+            (owned, share * stride, view[::stride] - before)
+            for (owned, share, view), before in self._before
+            for stride in [_stride(view)]
         ]
-        self._add("updates", changes)
+        self._add_norms("updates", changes)
         self._before = []
-        self._recorded = step, self._sums
+        self._recorded_step = step
 
     @property
     def has_recorded(self) -> bool:
         """Whether a step was measured since the last report; equal on all ranks."""
-        return self._recorded is not None
+        return self._recorded_step > 0
 
     def report(self) -> tuple[int, dict[str, float]]:
         """Return the step that was measured last, and its numbers; gathers over the world.
 
         Keys are a statistic and a layer, such as ``gradient_norm/layer_3``.
         """
-        assert self._recorded is not None
-        step, sums = self._recorded
-        self._recorded, self._sums = None, {}
-        own = dict(zip(sums, _tolist(sums.values()), strict=True))
+        step, self._recorded_step = self._recorded_step, 0
+        own = _sums(self._entries, self._counts)
+        self._entries, self._counts = [], defaultdict(float)
         found: dict[str, float] = defaultdict(float)
         for rank in gather_json(own, self._run.ctx.world):
             for name, value in rank.items():
@@ -132,39 +149,41 @@ class LayerStatistics:
                 return  # a recomputation, of an activation that was counted
             x = output if isinstance(output, Tensor) else output[0]
             x = x.detach()
-            self._plus(
-                f"{layer}/squares", torch.linalg.vector_norm(x, dtype=torch.float32) ** 2
-            )
-            self._plus(f"{layer}/zero_activations", (x == 0).sum())
-            self._plus(f"{layer}/activations", torch.tensor(x.numel()))
+            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
+            self._entries.append(Entry(f"{layer}/activations", 1.0, norm))
+            self._entries.append(Entry(f"{layer}/zero_activations", 1.0, (x == 0).sum()))
+            self._counts[f"{layer}/outputs"] += x.numel()
 
         return hook
 
-    def _take_scores(self) -> None:
+    def _stop_watching(self) -> None:
+        """Remove the hooks; take the largest attention logits."""
+        self._is_watching = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         clips = self._run.plan.config.qk_clipping.qk_clip
         for name, layer in attention_layers(self._run.chunks).items():
             if layer.tracker is not None and layer.tracker.largest is not None:
-                self._sums[f"{layer_of(name)}/logits"] = layer.tracker.largest.max().clone()
+                largest = layer.tracker.largest.max()
+                self._entries.append(Entry(f"{layer_of(name)}/logits", 1.0, largest))
             if not clips:
                 layer.tracker = None
 
-    def _add(self, what: str, parts: Sequence[tuple[OwnedRange, float, Tensor]]) -> None:
-        """Add the squares of some views to the sums of their layers."""
-        parts = [part for part in parts if part[2].numel()]
-        by_dtype: dict[torch.dtype, list[tuple[OwnedRange, float, Tensor]]] = defaultdict(list)
+    def _add_norms(self, what: str, parts: Sequence[Part]) -> None:
+        """Measure the norms of some views, for the sums of their layers."""
+        by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
         for part in parts:
             by_dtype[part[2].dtype].append(part)
         for dtype, same in by_dtype.items():
             wide = torch.promote_types(dtype, torch.float32)
             norms = torch._foreach_norm([view for _, _, view in same], 2.0, dtype=wide)
-            squares = torch.stack(norms).double().square()
-            squares = squares * squares.new_tensor([weight for _, weight, _ in same])
-            for (owned, _, _), square in zip(same, squares.unbind(), strict=True):
-                self._plus(f"{layer_of(owned.named.name)}/{what}", square)
+            self._add(what, same, norms)
 
-    def _plus(self, name: str, value: Tensor) -> None:
-        before = self._sums.get(name)
-        self._sums[name] = value if before is None else before + value
+    def _add(self, what: str, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
+        """Keep one number of each part, under the name of its layer."""
+        for (owned, share, _), value in zip(parts, values, strict=True):
+            self._entries.append(Entry(f"{layer_of(owned.named.name)}/{what}", share, value))
 
 
 def layer_of(name: str) -> str:
@@ -190,15 +209,27 @@ def _stride(view: Tensor) -> int:
     return max(1, view.numel() // SAMPLES)
 
 
-def _tolist(values: Iterable[Tensor]) -> list[float]:
-    """Bring sums to the host, all that are on one device at once."""
-    values = list(values)
-    places = [value.device for value in values]
-    found: list[float] = [0.0] * len(values)
-    for device in set(places):
-        chosen = [place for place, each in enumerate(places) if each == device]
-        numbers = torch.stack([values[place].double() for place in chosen]).tolist()
-        for place, number in zip(chosen, numbers, strict=True):
+def _sums(entries: Sequence[Entry], counts: Mapping[str, float]) -> dict[str, float]:
+    """Read the entries from the device; return sums and maxima by name, and the counts."""
+    found: dict[str, float] = defaultdict(float, counts)
+    for entry, value in zip(entries, _to_host([each.value for each in entries]), strict=True):
+        what = entry.name.rpartition("/")[2]
+        if what == "logits":
+            found[entry.name] = max(found[entry.name], value)
+        else:
+            found[entry.name] += entry.share * (value**2 if what in NORMS else value)
+    return found
+
+
+def _to_host(scalars: Sequence[Tensor]) -> list[float]:
+    """Copy scalars to the host, all of one device and dtype at once."""
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, scalar in enumerate(scalars):
+        places[scalar.device, scalar.dtype].append(place)
+    found = [0.0] * len(scalars)
+    for same in places.values():
+        numbers = torch.stack([scalars[place] for place in same]).tolist()
+        for place, number in zip(same, numbers, strict=True):
             found[place] = number
     return found
 
@@ -215,8 +246,8 @@ def _numbers(sums: Mapping[str, float]) -> dict[str, float]:
         elif what == "zeros":
             found[f"zero_gradient_share/{layer}"] = value / sums[f"{layer}/elements"]
             whole["zero_gradients"] += value
-        elif what == "squares":
-            count = sums[f"{layer}/activations"]
+        elif what == "activations":
+            count = sums[f"{layer}/outputs"]
             found[f"activation_rms/{layer}"] = math.sqrt(value / count)
             zeros = sums[f"{layer}/zero_activations"]
             found[f"zero_activation_share/{layer}"] = zeros / count

@@ -1,8 +1,8 @@
 """Reports of a run: lines of text, and the same numbers as JSON lines and for loggers.
 
 Only the rank that reports opens files; the others log warnings alone. Lines follow
-Megatron's form, so that tools which read those read these. On a terminal a progress bar
-stands below the lines.
+Megatron's form, so that tools which read those read these. On a terminal a progress bar is
+shown below the lines.
 """
 
 import json
@@ -66,8 +66,8 @@ class LineHandler(logging.StreamHandler):
 def set_up(is_reporter: bool) -> Console:
     """Send log records to standard output, once; ranks that do not report only warn.
 
-    They do so on standard error, which launchers keep of every rank, and leave out what this
-    package warns of, which every rank would say.
+    Other ranks write to standard error, which launchers keep of every rank. Warnings of this
+    package are left out there, since all ranks would repeat them.
 
     Returns:
         The console on which progress may be shown too.
@@ -241,7 +241,7 @@ class Reporter:
         self._tell(lambda logger: logger.close())
 
     def _begin_attempt(self, file: Path) -> None:
-        """Number this attempt, and name the steps that earlier ones did in vain."""
+        """Number this attempt, and log which steps of earlier attempts are abandoned."""
         for row in _rows(file):
             self._attempt = max(self._attempt, row.get("attempt", 1) + 1)
             self._run_id = row.get("run_id", self._run_id)

@@ -1,13 +1,15 @@
-"""The waterfall of a step: its time by what it went to, in parts that add up to the step.
+"""The waterfall of a step: its time divided into parts that add up to the step.
 
-Every ``--waterfall-interval`` steps a step is recorded by the context's ``StepClock`` and read
-at the next report, when the device has passed it. A piece of time counts as what began last
-in it: a wait for other ranks as exposed communication of its axis, reading batches as data, the
-update as optimizer, forward and backward as compute, the rest as host. On a GPU a piece at
-whose end the device had no work ahead counts as host too: launches paced it.
+Every ``--waterfall-interval`` steps the context's ``StepClock`` records a step, which is read
+at the next report, when the device has passed it. The borders of spans cut the step into
+pieces, and a piece belongs to the span that began last: a wait for other ranks is exposed
+communication of its axis, reading batches is data, the update is optimizer, forward and
+backward are compute, and time outside all spans is host. On a GPU a piece of compute or
+optimizer is host as well if the device had no launched work left at its end: launches paced it.
 
-Waits for pipeline neighbours are bubble as far as the schedule explains them: the simulator
-times it with this step's own forwards and backwards, and messages that take no time.
+Waits for pipeline neighbours are bubble as far as the schedule explains them. The simulator
+runs the schedule with the times of this step's forwards and backwards, and with messages that
+take no time; its idle time is the bubble.
 """
 
 import math
@@ -35,16 +37,16 @@ PARTS = ("compute", "optimizer", "data", "host", "bubble", "checkpoint")
 IDLE = ("data", "host", "bubble", "checkpoint")
 """Parts in which a device neither computes nor communicates."""
 SLOW = 1.2
-"""A rank whose work takes so many times that of its peers is slow."""
+"""Least ratio of a rank's work to the median of its peers at which the rank is slow."""
 DELAY = 0.1
-"""Share of the step that it takes longer, at least."""
+"""Least share of the step by which the work of a slow rank exceeds that median."""
 MEMORY = 0.9
-"""Weight of what was known of noise and signal before, at each new measurement."""
+"""Factor of the running sums of noise and signal before a new measurement is added."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
-    """A step's time by what it went to: means over the ranks, in seconds."""
+    """The parts of one step: means over the ranks, in seconds."""
 
     iteration: int
     parts: Mapping[str, float]
@@ -108,7 +110,7 @@ class Waterfall:
 
 
 class StepWatch:
-    """Records a step of a run now and then, and makes its waterfall at the next report."""
+    """Records a step of a run at an interval, and builds its waterfall at the next report."""
 
     def __init__(self, run: Run) -> None:
         """Record nothing yet; no communication."""
@@ -123,8 +125,9 @@ class StepWatch:
 
     def is_due(self, step: int) -> bool:
         """Whether a step is recorded."""
-        late = step - self._first
-        return self._interval > 0 and late >= 0 and late % self._interval == 0
+        num_after_first = step - self._first
+        is_after_first = self._interval > 0 and num_after_first >= 0
+        return is_after_first and num_after_first % self._interval == 0
 
     def before(self, step: int) -> None:
         """Begin to record a step that is due; waits for the device one step before it."""
@@ -167,17 +170,17 @@ class StepWatch:
         parts, actions = rank_parts(recording)
         parts["checkpoint"] = self._saves_s / max(1, step - self._last_step)
         self._saves_s, self._last_step = 0.0, step
-        own = {
+        own_record = {
             "parts": parts,
             "actions": actions,
             "stage": self._run.ctx.pp.rank,
             "squares": _numbers(squares),
         }
-        ranks = gather_json(own, self._run.ctx.world)
+        ranks = gather_json(own_record, self._run.ctx.world)
         noise = self._noise_of([rank["squares"] for rank in ranks])
         stages = [rank["stage"] for rank in ranks]
-        found = build_waterfall(step, _split_bubbles(self._run, ranks), stages)
-        return replace(found, gradient_noise=noise, num_noises=self._num_noises)
+        waterfall = build_waterfall(step, _split_bubbles(self._run, ranks), stages)
+        return replace(waterfall, gradient_noise=noise, num_noises=self._num_noises)
 
     def _noise_of(self, squares: Sequence[Sequence[float]]) -> float:
         """Average noise and signal over the records so far; their ratio, nan without any."""

@@ -7,7 +7,7 @@ from mcore_train.reporting.loggers.protocol import Attempt, Header
 
 
 class TensorBoardLogger:
-    """Writes event files; TensorBoard hides what earlier attempts did in vain."""
+    """Writes event files; TensorBoard hides abandoned steps of earlier attempts."""
 
     takes_back = True
 
