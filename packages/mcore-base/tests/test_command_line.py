@@ -105,7 +105,7 @@ def test_defaults_may_come_from_elsewhere_and_flags_lie_over_them():
         ("--num-layers", "--num-layers needs a value."),
         ("--num-layers x", "--num-layers 'x' must be a whole number."),
         ("--num-layers 3 --height tall", "--height 'tall' must be a number."),
-        ("--num-layers 3 --icing salt", "--icing 'salt' is no choice: use sugar or butter."),
+        ("--num-layers 3 --icing salt", "--icing 'salt' is unknown: use sugar or butter."),
         (
             "--num-layers 3 --candles=yes",
             "--candles takes no value: --[no-]candles turns it on or off.",
@@ -205,7 +205,7 @@ def test_all_faults_are_found_in_one_pass_and_what_follows_from_them_is_left_out
         "unknown option --num-layer: did you mean --num-layers?",
         "unknown option --heigth: did you mean --height?",
         "--height 'tall' must be a number.",
-        "--icing 'salt' is no choice: use sugar or butter.",
+        "--icing 'salt' is unknown: use sugar or butter.",
         "'7 8' belong to no option; options begin with two dashes.",
         "--degrees must be 0 or more.",
     )

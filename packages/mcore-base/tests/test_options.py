@@ -77,12 +77,12 @@ def test_a_config_alone_raises_all_its_own_faults():
     assert refused.value.lines == (
         "--trays 0 must be 1 or more.",
         "--degrees 301 must be above 0 and at most 300.",
-        "--mode 'microwave' is no choice: use fan or grill.",
+        "--mode 'microwave' is unknown: use fan or grill.",
         "--steam-liters 5 must be at least 0 and below 5.",
     )
     with pytest.raises(OptionsError, match="--trays 3 at --degrees 250 need more"):
         Oven(trays=3, degrees=250.0)
-    with pytest.raises(OptionsError, match="--degrees nan is no finite number"):
+    with pytest.raises(OptionsError, match="--degrees nan is not finite"):
         Oven(trays=3, degrees=float("nan"))
 
 

@@ -333,12 +333,12 @@ WRONG = {
         2,
         "it must hold a step or 'release'",
     ),
-    "nothing to look at": (None, "inspect absent", 2, "absent is no folder"),
+    "nothing to look at": (None, "inspect absent", 2, "absent is not a folder"),
     "nothing to compare with": (
         None,
         "inspect mcore --compare absent",
         2,
-        "absent is no folder",
+        "absent is not a folder",
     ),
     "one to average": (None, "average mcore --output out", 2, "give two checkpoints or more"),
     "a step resharded onto itself": (

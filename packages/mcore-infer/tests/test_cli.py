@@ -212,7 +212,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
             "must be 1 or more",
         ),
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
-        (["generate", "--load", "NOWHERE"], "NOWHERE is no folder"),
+        (["generate", "--load", "NOWHERE"], "NOWHERE is not a folder"),
         (["generate", "--load", "ABOVE"], ", which does."),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),

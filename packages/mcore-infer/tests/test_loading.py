@@ -59,7 +59,7 @@ def test_padding_of_the_vocabulary_is_no_token(model):
 
 
 def test_no_checkpoint_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="not a folder"):
         load_model(tmp_path / "nothing", ParallelContext.single())
 
 

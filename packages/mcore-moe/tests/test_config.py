@@ -98,10 +98,10 @@ from mcore_moe import MoEConfig, expert_capacity
         ),
         (
             {"num_experts": 4, "moe_router_score_function": "tanh"},
-            "'tanh' is no choice: use softmax, sigmoid or sqrtsoftplus",
+            "'tanh' is unknown: use softmax, sigmoid or sqrtsoftplus",
         ),
-        ({"num_experts": 4, "moe_router_dtype": "bf16"}, "no choice: use fp32 or fp64"),
-        ({"num_experts": 4, "moe_dispatch_dtype": "fp4"}, "no choice: use fp8"),
+        ({"num_experts": 4, "moe_router_dtype": "bf16"}, "unknown: use fp32 or fp64"),
+        ({"num_experts": 4, "moe_dispatch_dtype": "fp4"}, "unknown: use fp8"),
         ({"num_experts": 4, "moe_ffn_hidden_size": -8}, "-8 must be 0 or more"),
         ({"num_experts": 4, "moe_router_bias_update_rate": -0.1}, "-0.1 must be 0 or more"),
         ({"num_experts": 4, "moe_pad_expert_input_to_capacity": True}, "capacity-factor"),

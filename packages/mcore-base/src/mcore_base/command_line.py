@@ -413,7 +413,7 @@ def _read_value(name: str, kind: Any, word: str) -> Any:
     if get_origin(kind) is Literal:
         if word not in get_args(kind):
             choices = [choice for choice in get_args(kind) if choice]
-            raise ValueError(f"{name} {word!r} is no choice: use {_and(choices, 'or')}.")
+            raise ValueError(f"{name} {word!r} is unknown: use {_and(choices, 'or')}.")
         return word
     kind, *choices = _alternatives(kind)
     if word in choices:

@@ -53,7 +53,7 @@ def completion_script(
         ValueError: for another shell.
     """
     if shell not in SHELLS:
-        raise ValueError(f"--print-completion {shell!r} is no choice: use bash or zsh.")
+        raise ValueError(f"--print-completion {shell!r} is unknown: use bash or zsh.")
     words = {"": [*commands, "--help", "--version", "--print-completion"]}
     words["--print-completion"] = [*SHELLS]
     for command in commands:

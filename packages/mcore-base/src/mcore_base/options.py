@@ -427,9 +427,9 @@ def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
     """Return the message for a value that violates its type or bounds, else ''."""
     if get_origin(kind) is Literal and value not in get_args(kind):
         choices = [choice for choice in get_args(kind) if choice]
-        return f"{flag(name)} {value!r} is no choice: use {listed(choices)}."
+        return f"{flag(name)} {value!r} is unknown: use {listed(choices)}."
     if isinstance(value, float) and not isfinite(value):
-        return f"{flag(name)} {value} is no finite number: give one."
+        return f"{flag(name)} {value} is not finite: give a finite number."
     if not own.admits(value):
         return f"{flag(name)} {value} must be {own.wanted}. {own.hint}".rstrip()
     return ""

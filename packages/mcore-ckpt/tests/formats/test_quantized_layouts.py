@@ -134,8 +134,8 @@ def test_members_of_a_group_share_the_scale_of_the_whole_tensor():
 
 def test_a_layout_says_what_it_cannot_hold():
     assert "odd" in find_layout("W4A16_AWQ").problem((3, 128))
-    assert "no multiple of the group of 64" in find_layout("W4A16_GPTQ", 64).problem((4, 96))
-    assert "no multiple of the group of 16" in LAYOUTS["NVFP4"].problem((4, 24))
+    assert "not a multiple of the group of 64" in find_layout("W4A16_GPTQ", 64).problem((4, 96))
+    assert "not a multiple of the group of 16" in LAYOUTS["NVFP4"].problem((4, 24))
     assert not find_layout("FP8_BLOCK_SCALES").problem((129, 1000))
     with pytest.raises(ValueError, match="FP9"):
         find_layout("FP9")

@@ -29,7 +29,10 @@ def weights(value=1.0):
         ({"files": {"a/b.txt": b""}}, "must be a plain name"),
         ({"files": {"../b.txt": b""}}, "must be a plain name"),
         ({"files": {"": b""}}, "must be a plain name"),
-        ({"folders": {"tok": Path("/nowhere")}}, "/nowhere, to be saved as tok, is no folder"),
+        (
+            {"folders": {"tok": Path("/nowhere")}},
+            "/nowhere, to be saved as tok, is not a folder",
+        ),
         ({"files": {"a": b""}, "folders": {"a": Path("/")}}, "one of that name already"),
     ],
 )

@@ -265,7 +265,7 @@ def test_a_run_folder_means_its_latest_step_and_a_step_can_be_chosen(tmp_path):
     assert read_tensor(resolve_folder(tmp_path, step=1), "w") == 1
     with pytest.raises(ValueError, match=r"iter_0000009 holds no complete.*: 1, 2\."):
         resolve_folder(tmp_path, step=9)
-    with pytest.raises(ValueError, match="absent is no folder"):
+    with pytest.raises(ValueError, match="absent is not a folder"):
         resolve_folder(tmp_path / "absent")
     (tmp_path / TRACKER).unlink()
     assert read_tensor(resolve_folder(tmp_path), "w") == 2

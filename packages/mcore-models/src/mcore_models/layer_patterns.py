@@ -151,4 +151,4 @@ def _number(node: ast.expr) -> int:
     value = _evaluate(node)
     if isinstance(value, int):
         return value
-    raise TypeError(f"{ast.unparse(node)} is no number")
+    raise TypeError(f"{ast.unparse(node)} is not a number")

@@ -37,7 +37,7 @@ def test_the_guides_switch_for_fp8_is_a_format_of_ours():
     model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--mock-data"]
     config = parse([*model, "--lr=1e-3", "--train-iters=1", "--bf16", "--fp8-hybrid"])
     assert config.fp8.fp8_format == "hybrid"
-    with pytest.raises(ValueError, match="all ranks that share a layer agree"):
+    with pytest.raises(ValueError, match="scales are always agreed over"):
         translated(["--fp8-hybrid", "--fp8-amax-reduction-group", "tp"])
 
 

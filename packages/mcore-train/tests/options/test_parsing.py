@@ -159,7 +159,7 @@ def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
         (["0", *PIPELINE], "make the layers a multiple of 1"),
         (["two", *PIPELINE], "needs numbers"),
         (["2", "-", "Data", "loading", *PIPELINE], "'- Data loading' belong to no option"),
-        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "say the same"),
+        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "have one meaning"),
     ],
 )
 def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):
@@ -172,7 +172,7 @@ def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):
     [
         (["--train-iters", "many"], "--train-iters 'many' must be a whole number"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0 must be 1 or more"),
-        (["--device", "tpu"], "--device 'tpu' is no choice: use auto, cpu or cuda"),
+        (["--device", "tpu"], "--device 'tpu' is unknown: use auto, cpu or cuda"),
     ],
 )
 def test_a_value_that_a_config_refuses_is_named_with_what_it_may_be(words, message):
@@ -198,7 +198,7 @@ def test_all_faults_of_a_command_are_one_message(tmp_path):
     expected = (
         *("unknown option --num-layer: did you mean --num-layers?", "--batch-size: use"),
         *("x.toml: unknown field learning", "x.toml: unknown field steps", "no-such"),
-        *("--ckpt-step 'last' must be", "--optimizer 'lamb' is no choice", "--lr 'fast' must"),
+        *("--ckpt-step 'last' must be", "--optimizer 'lamb' is unknown", "--lr 'fast' must"),
         *("--hidden-size 100 cannot be split over --num-attention-heads 3", "--rotary-percent"),
         *("--micro-batch-size 0 must be 1 or more", "--train-iters is missing."),
     )

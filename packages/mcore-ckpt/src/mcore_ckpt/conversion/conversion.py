@@ -70,7 +70,7 @@ class Report:
     fingerprint: str = ""
     """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
     left_behind: int = 0
-    """Entries of the source that are not converted because they are no weights."""
+    """Entries of the source that are not converted because they are not weights."""
     has_tokenizer: bool = True
     """Whether a tokenizer was copied."""
     logits_differ_by: float | None = None

@@ -67,7 +67,7 @@ def find_format(folder: str | Path) -> tuple[str, Path]:
     """
     path = as_path(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+        raise ValueError(f"{path} is not a folder: give a run folder or a step folder.")
     step = latest_step(path)
     inside = path if step is None or is_complete(path) else step_folder(path, step)
     if form := folder_format(inside):

@@ -250,7 +250,7 @@ def write_step(
 
 
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:
-    """Copy all files that are no tensors from one step's folder to another's."""
+    """Copy all files that are not tensors from one step's folder to another's."""
     # Files that belong to the Hugging Face form of a step, which the copy has not.
     gone = {INDEX, HF_INDEX, "config.json", *index.files}
     if (step / "tokenizer").is_dir():

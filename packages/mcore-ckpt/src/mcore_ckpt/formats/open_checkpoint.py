@@ -26,7 +26,7 @@ PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 """Tensors with a row for each id of the vocabulary."""
 
 STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
-"""Beginnings of names of entries that are no weights."""
+"""Beginnings of names of entries that are not weights."""
 
 _MOST_LAYERS = 10_000
 """Bound for models that are described without their tensors."""
@@ -51,7 +51,7 @@ class OpenCheckpoint:
     generation: Mapping[str, bytes] = field(default_factory=dict)
     """generation_config.json, if there is one."""
     left_behind: int = 0
-    """Number of entries that are no weights (optimizer, random state) and are not converted."""
+    """Number of entries that are not weights (optimizer, random state); not converted."""
     not_carried: tuple[str, ...] = ()
     """Other files of the folder that are not copied."""
     state: "OptimizerState | None" = None

@@ -62,7 +62,7 @@ class QuantLayout:
         if self.code == "int4" and rows % 2:
             return f"{rows} rows are odd, and two share a byte"
         if tall == 1 and width and columns % width:
-            return f"{columns} columns are no multiple of the group of {width}"
+            return f"{columns} columns are not a multiple of the group of {width}"
         return ""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
     """Read torch's form before 1.6: five pickles, then the storages with their sizes."""
     where = str(path)
     if load_inert(file, where) != _LEGACY_MAGIC or load_inert(file, where) != 1001:
-        raise CheckpointError(f"{path} is no file of torch.save.")
+        raise CheckpointError(f"{path} is not a file of torch.save.")
     system = load_inert(file, where)
     if not isinstance(system, dict) or not system.get("little_endian", True):
         raise CheckpointError(f"{path} was written on a big-endian machine.")

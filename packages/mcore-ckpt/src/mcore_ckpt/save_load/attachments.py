@@ -48,5 +48,5 @@ class Attachments:
                 )
         for name, folder in self.folders.items():
             if not Path(folder).is_dir():
-                raise ValueError(f"{folder}, to be saved as {name}, is no folder.")
+                raise ValueError(f"{folder}, to be saved as {name}, is not a folder.")
         return Attachments(extra=extra, files=dict(self.files), folders=dict(self.folders))

@@ -23,7 +23,7 @@ def shifted(box: Box, origin: Sequence[int]) -> Box:
 
 
 def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return why boxes are no exact cover of a tensor: out of bounds, overlap, holes.
+    """Return why boxes do not cover a tensor exactly: out of bounds, overlap, holes.
 
     Boxes within bounds, without overlap and with the tensor's volume cover it.
 

@@ -147,7 +147,7 @@ def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) 
             )
         return path
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+        raise ValueError(f"{path} is not a folder: give a run folder or a step folder.")
     wanted = step or newest_step(path)
     place = path if wanted is None else step_folder(path, wanted)
     found = None if wanted is None else _find(place)

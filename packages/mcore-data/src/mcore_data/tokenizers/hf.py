@@ -141,7 +141,7 @@ def build_gpt2_bpe(
         model = models.BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:
         raise ValueError(
-            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE: {error}"
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not BPE: {error}"
         ) from error
     core = tokenizers.Tokenizer(model)
     set_byte_level(core)

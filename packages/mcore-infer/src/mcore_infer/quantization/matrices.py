@@ -131,7 +131,9 @@ def _cut_block(shape: Sequence[int], layout: QuantLayout) -> str:
     if layout.group[0] > 1:
         for count, size, what in zip(shape, layout.group, ("outputs", "inputs"), strict=True):
             if count % size:
-                return f"{count} {what} are no multiple of {size}, and vLLM takes whole blocks"
+                return (
+                    f"{count} {what} are not a multiple of {size}, and vLLM takes whole blocks"
+                )
     return ""
 
 

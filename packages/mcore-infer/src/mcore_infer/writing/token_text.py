@@ -42,7 +42,7 @@ class TokenTexts:
         return self.tokenizer.decode([token]).encode() if known is None else known
 
     def name(self, token: int) -> str:
-        r"""Return a token's text; ``bytes:\xe4`` for bytes that are no UTF-8, as OpenAI."""
+        r"""Return a token's text; ``bytes:\xe4`` for bytes that are not UTF-8, as OpenAI."""
         if token not in self._names:
             text = self.of(token)
             try:

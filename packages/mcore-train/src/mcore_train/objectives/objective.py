@@ -187,7 +187,8 @@ def objective_class(config: TrainConfig) -> type[Objective]:
     found = load_named(OBJECTIVES.get(name, name), "--objective")
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ValueError(
-            f"--objective {name} is no class of mcore_train.objectives.objective.Objective."
+            f"--objective {name} is not a class derived from "
+            "mcore_train.objectives.objective.Objective."
         )
     return found
 

@@ -237,7 +237,7 @@ def virtual_stages(values: Mapping[str, Any], layers_per_stage: str) -> int:
     """Return the stages on a rank that have so many layers each; ``values``: of the options."""
     if values.get("num_virtual_stages_per_pipeline_rank"):
         raise ValueError(
-            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
+            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank have one meaning: "
             "leave one of the two out."
         )
     layers, ranks = values.get("num_layers"), values.get("pipeline_model_parallel_size", 1)

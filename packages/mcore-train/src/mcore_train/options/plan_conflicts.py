@@ -22,7 +22,7 @@ def find_stage_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterat
 def find_adapter_conflicts(
     config: TrainConfig, family: Family, vocab_size: int, stages: Sequence[Stage]
 ) -> Iterator[str]:
-    """Find which targets of ``--peft`` are no linears, and the stages without one."""
+    """Find which targets of ``--peft`` are not linear layers, and the stages without one."""
     peft, experts = config.peft, config.experts
     if peft.peft == "none":
         return

@@ -122,7 +122,7 @@ def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any
         pp, ep = (*more, 0, 0)[:2]
         state = read_torch_file(file)
         if not isinstance(state, dict):
-            raise CheckpointError(f"{file} is no file of Megatron.")
+            raise CheckpointError(f"{file} is not a file of Megatron.")
         if len(more) == 1 and _expert_degree(state) > 1:
             pp, ep = 0, more[0]
         states[(tp, pp, ep)] = (f"{path.name}/{file.name}", state)
