@@ -49,9 +49,12 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set them aside: it never looks at them again."""
+    """Set them aside: it never looks at them again. Ranks of tests are forked from here."""
     gc.freeze()
     gc.enable()
+    import warm_ranks  # Now that the shape hook is there.
+
+    warm_ranks.fork_server_of_ranks()
 
 
 @pytest.hookimpl(optionalhook=True)
