@@ -271,8 +271,9 @@ class EvalConfig(Options):
     eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
     """Steps between two at which the zero-shot tasks are scored; 0: none."""
     eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
-    """Zero-shot tasks with their files, as of mcore-infer eval: LAMBADA:FILE counts last words
-    of passages in JSON lines, WIKITEXT103:FILE scores one text."""
+    """Zero-shot tasks: LAMBADA:FILE counts last words of passages in JSON lines and
+    WIKITEXT103:FILE scores one text, as mcore-infer eval does; lm-eval:NAME is a task of
+    lm-evaluation-harness (extra mcore-infer[lm-eval])."""
 
     rules = (
         Rule(
@@ -286,9 +287,9 @@ class EvalConfig(Options):
         Rule(
             ("eval_tasks",),
             lambda v: [
-                f"--eval-tasks {task} is no LAMBADA:FILE and no WIKITEXT103:FILE."
+                f"--eval-tasks {task} is no LAMBADA:FILE, WIKITEXT103:FILE or lm-eval:NAME."
                 for task in v.eval_tasks
-                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103")
+                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103", "lm-eval")
                 or not task.partition(":")[2]
             ],
         ),
