@@ -38,6 +38,7 @@ from mcore_train.reporting.log import (
     Reporter,
     set_up,
 )
+from mcore_train.reporting.loggers.background import BackgroundLogger
 from mcore_train.reporting.loggers.protocol import Logger
 from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
@@ -278,7 +279,8 @@ def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
     built: list[Logger] = []
     for name in (*names, *options.loggers):
         try:
-            built.append(_build_logger(name, options, folder))
+            logger = _build_logger(name, options, folder)
+            built.append(logger if name == "tensorboard" else BackgroundLogger(logger))
         except ModuleNotFoundError as error:
             asked = {"tensorboard": "--tensorboard", "wandb": "--wandb-project"}
             raise ValueError(
