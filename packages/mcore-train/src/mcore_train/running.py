@@ -18,10 +18,10 @@ from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import Tables, assemble
+from mcore_train.assembly import Tables
 from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
-from mcore_train.checkpoints.resuming import load_run
+from mcore_train.checkpoints.resuming import build_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import LogConfig
 from mcore_train.loop import train
@@ -109,7 +109,7 @@ def _train_once(
     ):
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx, tables)
-        run = load_run(assemble(plan, ctx, tables=tables))
+        run = build_run(plan, ctx, tables)
         if run.origin.checkpoint:
             load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.progress.iteration, load)
