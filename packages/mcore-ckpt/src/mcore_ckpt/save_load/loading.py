@@ -60,6 +60,7 @@ def load(
     cast: bool = False,
     ignore: Sequence[str] = (),
     share: Literal["auto", "always", "never"] = "auto",
+    adapter_base: Path | None = None,
 ) -> Mapping[str, Any]:
     """Fill this rank's pieces from a checkpoint saved under any layout.
 
@@ -81,6 +82,8 @@ def load(
         share: whether a box that several ranks of a host need is read by one of them and sent
             to the others over ``world``. auto: for tensors on a GPU; on the CPU the system's
             file cache is faster.
+        adapter_base: Hugging Face folder of the base of PEFT's adapters; None: the one that
+            they name.
 
     Returns:
         ``extra`` as saved; for another format the model's description.
@@ -93,7 +96,7 @@ def load(
         with raise_on_all_ranks(world):
             folder = resolve_folder(folder, takes_any=True)
             index, reader, fingerprint = stack.enter_context(
-                opened_checkpoint(folder, checksums=checksums)
+                opened_checkpoint(folder, checksums=checksums, adapter_base=adapter_base)
             )
             if checksums and index.files:  # folders of other formats list none
                 check_files(folder, index, world.rank, world.size)
@@ -127,7 +130,7 @@ def load(
 
 @contextmanager
 def opened_checkpoint(
-    folder: Path, *, checksums: bool = True
+    folder: Path, *, checksums: bool = True, adapter_base: Path | None = None
 ) -> Iterator[tuple[Index, Reader, int]]:
     """Open a step of ours, or a folder of another format like one.
 
@@ -149,7 +152,7 @@ def opened_checkpoint(
         return
     from mcore_ckpt.save_load.foreign_loading import opened_foreign
 
-    with opened_foreign(folder) as (index, reader):
+    with opened_foreign(folder, adapter_base) as (index, reader):
         names = {name: entry.shape for name, entry in index.tensors.items()}
         digest_text = json.dumps([index.extra, names], sort_keys=True)
         yield index, reader, zlib.crc32(digest_text.encode())
@@ -167,17 +170,19 @@ def num_file_threads() -> int:
     return min(16, max(4, num_cores // num_ranks))
 
 
-def describe_checkpoint(folder: str | Path) -> Index:
+def describe_checkpoint(folder: str | Path, adapter_base: Path | None = None) -> Index:
     """Return the index of a step, or the equivalent one of a folder of another format.
 
     Args:
         folder: a run folder, a step folder, or one of another format.
+        adapter_base: see ``load``.
 
     Raises:
         ValueError: if there is no checkpoint.
         CheckpointError: if files are missing or damaged.
     """
-    with opened_checkpoint(resolve_folder(folder, takes_any=True)) as (index, _, _):
+    found = resolve_folder(folder, takes_any=True)
+    with opened_checkpoint(found, adapter_base=adapter_base) as (index, _, _):
         return index
 
 
