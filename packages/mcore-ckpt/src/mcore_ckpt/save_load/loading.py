@@ -159,15 +159,14 @@ def opened_checkpoint(
 
 
 def num_file_threads() -> int:
-    """Threads by which a rank reads or writes: its share of the host's cores, 4 to 16.
+    """Threads by which a rank reads or writes: one for each of its cores, 4 to 16.
 
     A core computes the checksums of 1 to 2 GB/s, which is less than memory and most disks give;
     with few cores, one thread waits for the disk while others compute and copy.
     """
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS lacks it
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(16, max(4, num_cores // num_ranks))
+    return min(16, max(4, num_cores))
 
 
 def describe_checkpoint(folder: str | Path, adapter_base: Path | None = None) -> Index:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mcore_parallel.dtensors import is_dtensor
+
 
 class MatricesOnMeta(TorchFunctionMode):
     """Inside, ``torch.empty`` and ``torch.zeros`` of two or more dimensions take no memory.
@@ -50,6 +52,8 @@ def zeros_of_meta(tensor: Tensor, device: torch.device) -> Tensor:
     """Return zeros like a tensor on the meta device, and any other as it is."""
     if not tensor.is_meta:
         return tensor
+    if is_dtensor(tensor):
+        return torch.zeros_like(tensor, device=device)
     # zeros_like of a tensor on the meta device imports SymPy, which takes seconds.
     shape, dtype = tensor.shape, tensor.dtype
     return torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=device).zero_()
