@@ -1,12 +1,17 @@
-"""The engine: each step computes tokens of many requests, which come and go at any time.
+"""The engine: each step computes tokens of all running requests.
+
+Requests may be added and cancelled between any two steps. ``step`` is the body of the loop:
+plan (``Scheduler``), launch the model and choose tokens (``_launch``), read the tokens of the
+launched step (``_finished_tokens``), add them to their sequences (``_add_tokens``).
 
 Continuous batching (Yu et al. 2022, Orca, OSDI) over paged memory (Kwon et al. 2023,
 arXiv:2309.06180). A request's text depends only on its prompt, its sampling and its seed: not
-on other requests, on how its prompt is cut into chunks, or on shared or lost pages.
+on other requests, on how its prompt is cut into chunks, or on shared or preempted pages.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,6 +54,7 @@ from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
 from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_models.kernels.batch_invariant_model import FLAG, is_batch_invariant
+from mcore_models.peft.stacking import StackedAdapters
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
@@ -85,7 +91,8 @@ class Engine:
         model: whole or a stage, in eval mode.
         config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
             only the state after the last token, and with proposals of ``mtp``.
-        in_step: ranks that call ``step`` together.
+        in_step: all ranks that call ``step`` together, over all replicas.
+        adapters: of the model, one for each request; None: it has none to choose from.
         scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
         decoder: runs steps in which every request writes.
@@ -104,6 +111,7 @@ class Engine:
         config: EngineConfig,
         draft: LanguageModel | None = None,
         in_step: Axis = SINGLE,
+        adapters: StackedAdapters | None = None,
     ) -> None:
         """Build scheduler, cache and decoder; memory is allocated by the first step.
 
@@ -115,6 +123,7 @@ class Engine:
             in_step: all ranks of replicas that share experts. Each replica has its own
                 requests; all call ``step`` together, and a replica without work runs a row of
                 padding.
+            adapters: of the model, from which requests choose by name.
 
         Raises:
             ValueError: if the model is in training mode, the options do not fit the model, or
@@ -133,6 +142,11 @@ class Engine:
             config = replace(config, records_graphs=False)  # lengths are read on the host
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft, in_step)
+            if adapters is not None and config.speculative_drafts == "mtp":
+                raise ValueError(
+                    "--speculative-drafts mtp runs a layer without the adapters of "
+                    "--lora-modules: use ngram or model."
+                )
         if has_recurrent_layers(model.config) or config.speculative_drafts == "mtp":
             config = replace(config, prefix_cache=False)
         if depends_on_length(model.config):
@@ -148,11 +162,12 @@ class Engine:
         if not config.num_pages:
             config = replace(config, num_pages=fitting_pages(model, config, draft))
         self.model, self.config, self.in_step = model, config, in_step
+        self.adapters = adapters
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
         sizes = config.num_pages, config.page_tokens, config.max_requests
         self.cache = PagedCache(*sizes, config.fp8_cache)
-        self.cache.in_fixed_order = in_fixed_order
+        self.cache.in_fixed_order, self.cache.adapters = in_fixed_order, adapters
         self.scheduler = Scheduler(
             config,
             PagePool(config.num_pages, config.page_tokens),
@@ -193,6 +208,7 @@ class Engine:
         rules: TokenRules | None = None,
         scores: ScoreRequest | None = None,
         structure: Structure | None = None,
+        adapter: str = "",
     ) -> int:
         """Queue a request; no communication.
 
@@ -207,6 +223,7 @@ class Engine:
             rules: changes to the logits of single tokens.
             scores: log probabilities to compute; None: of the written tokens.
             structure: grammar of the text; None: any text.
+            adapter: name of the adapter that writes it; empty: the base model.
 
         Returns:
             The number of the request.
@@ -225,6 +242,7 @@ class Engine:
                 rules=rules or TokenRules(),
                 scores=scores or ScoreRequest(),
                 structure=structure,
+                adapter=adapter,
             )
         )
 
@@ -236,15 +254,20 @@ class Engine:
         """
         sequence = RunningSequence(request, self._matcher(request.structure))
         _check_request(self.model, sequence)
+        adapter = self._adapter_number(request.adapter)
         number, scores = self._num_requests, request.scores
         if request.sampling.beam_width:
             check_beams(sequence, self.model.vocab_size)
             self.scheduler.check(sequence.prompt, sequence.num_tokens)
             self._num_requests += 1
-            self._beams.begin(number, sequence, self.add)
+            self._beams.begin(number, sequence, partial(self.add, adapter=request.adapter))
             return number
         self.scheduler.add(
-            number, sequence.prompt, sequence.num_tokens, shares_prefix=not scores.prompt
+            number,
+            sequence.prompt,
+            sequence.num_tokens,
+            shares_prefix=not scores.prompt,
+            adapter=adapter,
         )
         self._sequences[number] = sequence
         self._num_requests += 1
@@ -256,6 +279,12 @@ class Engine:
         if self.grammars is None:
             raise ValueError("structured output needs an engine with a tokenizer.")
         return self.grammars.matcher(structure)
+
+    def _adapter_number(self, name: str) -> int:
+        names = () if self.adapters is None else self.adapters.names
+        if name and name not in names:
+            raise ValueError(f"no adapter {name} here: {', '.join(names) or 'none is loaded'}.")
+        return names.index(name) if name else -1
 
     def abort(self, request: int) -> None:
         """Cancel a request; no effect if it has finished."""
@@ -299,17 +328,21 @@ class Engine:
         flight = self._flight or self._launch(self._plan())
         self._flight = None
         if flight is None:
+            # No request here. Replicas that share experts exchange tokens in every forward, so
+            # this one runs an empty step with them.
             if self.in_step.size > 1:
                 self.decoder.run(Step(()))
             return []
         if self.runs_ahead:
+            # Launch the next step before the host waits for the tokens of this one: its input
+            # tokens are read on the device.
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
-        new = self._finished_tokens(flight)
+        new = self._finished_tokens(flight)  # waits for the device
         ids: dict[int, list[int]] = {}
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
         self.scheduler.complete(flight.step, ids)
-        events = list(self._take(new, flight.weights_version))
+        events = list(self._add_tokens(new, flight.weights_version))
         if self.model.config.rope_type == "longrope":
             self._recompute_beyond_context()
         return events
@@ -386,10 +419,10 @@ class Engine:
         return flight
 
     def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
-        """Plan the step after a launched one; None if the launched tokens could change it.
+        """Plan the step after a launched one, whose tokens the host has not read.
 
-        They can change it if a text may end, or if penalties, a structure or proposals need
-        the token.
+        None if the plan depends on these tokens: a text may end by its length, or penalties, a
+        structure or proposals need the token on the host.
         """
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
@@ -459,9 +492,10 @@ class Engine:
             self.speculation.accepted += count - 1
         return count
 
-    def _take(
+    def _add_tokens(
         self, new: Sequence[NewToken], weights_version: int
     ) -> Iterator[NewToken | tuple[int, Generation]]:
+        """Add tokens to their sequences; yield the events of ``step``."""
         for token in new:
             request = token.row
             sequence = self._sequences.get(request)
@@ -475,7 +509,8 @@ class Engine:
                 result = sequence.result()
                 self.abort(request)
                 if request in self._beams:
-                    yield from self._beams.take(request, result, self.add)
+                    add = partial(self.add, adapter=sequence.request.adapter)
+                    yield from self._beams.take(request, result, add)
                 else:
                     yield request, result
 
