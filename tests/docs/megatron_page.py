@@ -93,7 +93,8 @@ def answer(flag: str, default: str = "") -> str:
         ours = own.default
         is_switch = own.kind is bool or ours is inspect.Parameter.empty
         shown = "" if is_switch or ours in ("", 0, (), -1) else f", default {_spelled(ours)}"
-        return "same" + (shown if _spelled(ours) != default else "")
+        idle = f"; while its feature is off, noted: {row.idle}" if row and row.idle else ""
+        return "same" + (shown if _spelled(ours) != default else "") + idle
     if row is None:
         return ""
     if flag == LAYERS_PER_STAGE:

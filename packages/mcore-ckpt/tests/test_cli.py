@@ -215,7 +215,10 @@ def test_weights_of_any_format_are_held_to_the_fingerprint_that_convert_printed(
         printed = capsys.readouterr().out.split("fingerprint ")[1].strip()
         for folder in ("hf", target):
             assert main(["verify", str(tmp_path / folder), "--fingerprint", printed]) == 0
-            assert "weights of that fingerprint" in capsys.readouterr().out
+            assert (
+                "fingerprint (which covers no config.json or tokenizer)"
+                in capsys.readouterr().out
+            )
     assert main(["verify", str(tmp_path / "hf"), "--fingerprint", "abc"]) == 2
     assert "give the 32 digits" in capsys.readouterr().err
     file = tmp_path / "hf" / "model.safetensors"

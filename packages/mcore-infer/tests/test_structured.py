@@ -121,8 +121,22 @@ ENDLESS = [
         "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}},
         "$ref": "#/$defs/a%20b",
     },
+    {"type": "object", "patternProperties": {"^a$": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "object", "patternProperties": {"b.*": {"$ref": "#"}}, "required": ["abc"]},
+    {"type": "object", "patternProperties": {"": {"$ref": "#"}}, "minProperties": 1},
+    {
+        "type": "object",
+        "patternProperties": {"^[a]{1}$": {"$ref": "#"}},
+        "additionalProperties": False,
+        "required": ["a"],
+    },
 ]
 FINITE = [
+    (
+        {"type": "object", "patternProperties": {"^a$": {"$ref": "#"}}, "required": ["b"]},
+        '{"b":1}',
+        '{"a":1',
+    ),
     ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "{}", '{"a"'),
     ({"type": "array", "items": {"$ref": "#/items"}}, "[]", "[1"),
     (

@@ -169,6 +169,13 @@ def test_options_that_are_given_stay():
         assert row["layout"].count("recompute-full") == 1
 
 
+def test_options_in_megatrons_spelling_stay():
+    table = plan_of("--model tiny --gpus 2 --enable-cuda-graph --micro-batch-size 1")
+    names = [row["layout"] for row in table["rows"]]
+    assert names
+    assert len(names) == len(set(names))
+
+
 def test_rejections_name_their_reason_with_an_example():
     text = text_of(LARGE)
     assert re.search(r"\d+ does not fit, .* \(tp1 .* GiB of 79\)", text)
@@ -286,6 +293,10 @@ def test_constants_of_a_system_come_back_from_their_file(tmp_path: Path):
             "--explain 999: the table has rows 1 to",
         ),
         ("--gpus 1 --gpu a100 --seq-length 1048576", "no layout of this model fits on 1 GPUs"),
+        (
+            "--optimizer lion --adam-beta1 0.5 --moe-z-loss-coeff 0.1 --gpus 2",
+            "2 things to change:\n  - --moe-z-loss-coeff 0.1 has no effect",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags: str, message: str):

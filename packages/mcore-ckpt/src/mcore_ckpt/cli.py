@@ -145,7 +145,8 @@ def verify(folder: Path, /, *, fingerprint: str = "") -> int:
     Args:
         folder: Run folder (its latest step) or step folder; with --fingerprint also a folder of
             Hugging Face, Megatron or torch.distributed.checkpoint, which have no checksums.
-        fingerprint: What convert printed for the weights, in any format.
+        fingerprint: What convert printed for the weights, in any format. config.json and the
+            tokenizer are not part of it.
     """
     from mcore_ckpt.conversion.inspection import check, check_fingerprint, find_format
 
@@ -156,7 +157,7 @@ def verify(folder: Path, /, *, fingerprint: str = "") -> int:
         proofs.append("every checksum right")
     if fingerprint:
         step, num_tensors, num_bytes = check_fingerprint(folder, fingerprint, progress_line())
-        proofs.append("weights of that fingerprint")
+        proofs.append("weights of that fingerprint (which covers no config.json or tokenizer)")
     print(f"{step}: {num_tensors} tensors, {size_text(num_bytes)}, {', '.join(proofs)}.")
     return 0
 

@@ -4,7 +4,13 @@ import pytest
 
 from mcore_base.command_line import FaultCollector
 from mcore_train.composition import FAMILY_COMMANDS, flag_names
-from mcore_train.options.megatron_flags import all_flags, translate, translated_names
+from mcore_train.options.megatron_flags import (
+    all_flags,
+    idle_reasons,
+    parser_flags,
+    translate,
+    translated_names,
+)
 from mcore_train.options.parsing import LAYERS_PER_STAGE, parse
 
 KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
@@ -154,6 +160,18 @@ def test_sequence_parallel_on_one_tensor_rank_is_noted_and_off(caplog):
     caplog.set_level("INFO")
     assert not parse([*SHAPE, "--sequence-parallel"]).parallelism.sequence_parallel
     assert "nothing to cut with --tensor-model-parallel-size 1" in caplog.text
+
+
+def test_options_of_logs_without_their_feature_are_noted_and_dropped(caplog):
+    caplog.set_level("INFO")
+    flags = idle_reasons()
+    assert {"--tensorboard-queue-size", "--wandb-exp-name", "--profile-ranks"} <= flags.keys()
+    for flag, reason in flags.items():
+        value = ["7"] if parser_flags()[flag].takes else []
+        assert parse([*SHAPE, flag, *value]) == parse(SHAPE)
+        assert f"{flag}: {reason}." in caplog.text
+    words = [*SHAPE, "--save", "x", "--tensorboard", "--tensorboard-queue-size", "7"]
+    assert parse(words).logging.tensorboard_queue_size == 7
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_known_one():

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -23,6 +24,8 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NUM_INCLUDED = 16
 """Most subschemas of one conjunction that are read together."""
+_MOST_LETTERS = 256
+"""Of a pattern and a property's name that are compared."""
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 
 
@@ -221,15 +224,41 @@ def _of_name(part: dict[str, Any], name: str) -> list[Any]:
     properties = part.get("properties")
     if isinstance(properties, dict) and name in properties:
         return [properties[name]]
-    patterns = part.get("patternProperties")
-    patterns = list(patterns.values()) if isinstance(patterns, dict) else []
-    return [*patterns, part.get("additionalProperties", True)]
+    answers = [(_matches(pattern, name), each) for pattern, each in _patterns(part)]
+    for is_match, subschema in answers:
+        if is_match:
+            return [subschema]
+    unknown = [subschema for is_match, subschema in answers if is_match is None]
+    return [*unknown, part.get("additionalProperties", True)]
 
 
 def _of_any_name(part: dict[str, Any]) -> list[Any]:
+    """Return the subschemas of which one applies to a property of a free name."""
     properties = part.get("properties")
     given = list(properties.values()) if isinstance(properties, dict) else []
-    return [*given, *_of_name({**part, "properties": {}}, "")]
+    patterns = _patterns(part)
+    for pattern, subschema in patterns:
+        if pattern.strip("^$") in ("", ".*") and pattern != "^$":
+            return [*given, subschema]
+    others = [subschema for _, subschema in patterns]
+    return [*given, *others, part.get("additionalProperties", True)]
+
+
+def _patterns(part: dict[str, Any]) -> list[tuple[str, Any]]:
+    patterns = part.get("patternProperties")
+    return list(patterns.items()) if isinstance(patterns, dict) else []
+
+
+def _matches(pattern: str, name: str) -> bool | None:
+    """Whether a pattern matches a name; None: unknown.
+
+    Only patterns of letters, digits, dots and at most one repetition at their end are tried:
+    they mean the same in every dialect and take little time.
+    """
+    is_plain = re.fullmatch(r"\^?([\w .-]*[\w .-][*+?]?)?\$?", pattern, re.ASCII)
+    if not is_plain or len(pattern) + len(name) > _MOST_LETTERS or not name.isprintable():
+        return None
+    return re.search(pattern, name) is not None
 
 
 def _target(reference: str, root: Any, anchors: Any) -> Any:

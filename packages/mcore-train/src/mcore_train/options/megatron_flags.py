@@ -54,6 +54,9 @@ class ForeignFlag:
     """The one value that is taken; empty: any."""
     needs: str = ""
     """A flag without which this flag has no effect."""
+    idle: str = ""
+    """Of an option of ours that changes no result: why the option has no effect while its
+    feature is off. The option is then noted and dropped instead of refused."""
     yields: bool = False
     """Whether recipes, presets, checkpoints and all other flags win over what it becomes."""
 
@@ -112,6 +115,11 @@ def find_foreign(name: str) -> ForeignFlag | None:
     row = _rows("parser").get(name) or _rows("other").get(name)
     patterns = _rows("patterns").items()
     return row or next((each for key, each in patterns if fnmatchcase(name, key)), None)
+
+
+def idle_reasons() -> Mapping[str, str]:
+    """Return why options have no effect while their feature is off, by flag, for noted ones."""
+    return {name: row.idle for name, row in parser_flags().items() if row.idle}
 
 
 def translated_names() -> set[str]:

@@ -43,7 +43,7 @@ from mcore_train.composition import (
 )
 from mcore_train.objectives.config import DATA_OPTIONS
 from mcore_train.options.megatron_defaults import defaults_not_taken, describe
-from mcore_train.options.megatron_flags import check_translation, translate
+from mcore_train.options.megatron_flags import check_translation, idle_reasons, translate
 from mcore_train.options.recipe import Value, read_recipe
 
 log = logging.getLogger(__name__)
@@ -166,8 +166,17 @@ def parse(
         values["recipe"] = tuple(recipes)
     # Drop fields of a saved model or preset that belong to a feature which flags turn off.
     idle = idle_options(values, types_of(config_type).values())
+    noted = {
+        flag[2:].replace("-", "_").removeprefix("no_"): f"{flag}: {reason}."
+        for flag, reason in idle_reasons().items()
+    }
+    dropped = {name: noted[name] for name in noted if name in idle & typed.keys()}
+    for note in dropped.values() if is_first_rank() else ():
+        log.info("%s", note)
     values = {
-        n: value for n, value in values.items() if n in given or n not in idle & saved.keys()
+        n: value
+        for n, value in values.items()
+        if n not in dropped and (n in given or n not in idle & saved.keys())
     }
     # 4. The config, and checks of the whole.
     build = build_options(config_type, program, values, faults, placeholders=_PLACEHOLDERS)

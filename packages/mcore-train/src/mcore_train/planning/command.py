@@ -16,8 +16,10 @@ from mcore_train.composition import (
     BertTrainConfig,
     T5TrainConfig,
     TrainConfig,
+    flag_names,
 )
-from mcore_train.options.parsing import parse, take_all
+from mcore_train.options.megatron_flags import translate
+from mcore_train.options.parsing import LAYERS_PER_STAGE, parse, take_all
 from mcore_train.options.recipe import read_recipe, to_flags
 from mcore_train.planning.config import PlanConfig
 from mcore_train.planning.documents import documents_text
@@ -198,10 +200,14 @@ def _with_folder(words: list[str]) -> tuple[list[str], list[str]]:
         flags = ["--model", names[-1]]
     words = [*flags, *rest]
     _, recipes = take_all(rest, "--recipe", FaultCollector())
-    given = {canonical(word.partition("=")[0])[2:].replace("-", "_")
-             for word in rest if is_flag(word)}  # fmt: skip
-    given |= {name.removeprefix("no_") for name in given}
     known = _field_names()
+    spellings = {*flag_names(PlannedConfig), LAYERS_PER_STAGE}
+    line = translate(rest, spellings, FaultCollector())  # Megatron's spellings pin options too.
+    given = {canonical(word.partition("=")[0])[2:].replace("-", "_")
+             for word in (*line.words, *line.defaults) if is_flag(word)}  # fmt: skip
+    given |= {name.removeprefix("no_") for name in given}
+    if LAYERS_PER_STAGE in line.words:
+        given.add("num_virtual_stages_per_pipeline_rank")
     for recipe in recipes:
         given |= set(read_recipe(Path(recipe), known))
     return words, sorted(given)

@@ -23,7 +23,7 @@ from mcore_train.planning.memory import CONTEXT_GIB, GIB, RankMemory, predict_me
 from mcore_train.planning.model_work import is_t5, model_shape
 from mcore_train.planning.step_time import StepTime, predict_step
 from mcore_train.planning.system import System
-from mcore_train.resolution import resolve
+from mcore_train.resolution import ConflictError, resolve
 
 MOST_CHUNKS = 4
 GRAPH_GAIN = 0.02
@@ -91,8 +91,11 @@ def search_layouts(
         top: layouts to return at most; of three times as many the schedule is simulated.
 
     Raises:
+        ConflictError: (a ValueError) for faults of the options that every layout has.
         ValueError: if no layout fits, with the reasons.
     """
+    if lines := _command_faults(config, family, world_size, vocab_size, system, pinned):
+        raise ConflictError(lines)
     found = Search(rows=[])
     flops = _step_flops(config, family, vocab_size)
     rough: list[tuple[float, TrainConfig, RankMemory]] = []
@@ -256,6 +259,44 @@ def _layouts(
                 _reject(found, _plain(problems[0]), name)
                 continue
             yield replace(config, parallelism=parallel)
+
+
+def _command_faults(
+    config: TrainConfig,
+    family: Family,
+    world_size: int,
+    vocab_size: int,
+    system: System,
+    pinned: Sequence[str],
+) -> list[str]:
+    """Return the conflicts that all layouts share: they come from the options that stay.
+
+    Usually the first layout has none and ends the walk. Otherwise the walk takes each set of
+    degrees once, and of the first, the middle and the last set every kind of layout.
+    """
+    layouts = list(
+        _layouts(config, family, world_size, vocab_size, system, pinned, Search(rows=[]))
+    )
+    kinds = {
+        number: list(_variants(layouts[number], family, world_size, pinned, searches_fp8=True))
+        for number in (0, len(layouts) // 2, len(layouts) - 1)
+        if layouts
+    }
+    several = [
+        tried
+        for base in chain.from_iterable(kinds.values())
+        for tried in (
+            *(replace(base, offloading=each) for each in _offloads(base, pinned)),
+            *(replace(base, recomputation=each) for each in _recomputing(base, family, pinned)),
+        )
+    ]
+    shared: list[str] | None = None
+    for tried in (*layouts, *several):
+        lines = _conflicts(tried, family, world_size)
+        shared = lines if shared is None else [each for each in shared if each in lines]
+        if not shared:
+            break
+    return shared or []
 
 
 def _with_degrees(
@@ -518,12 +559,17 @@ def _plain(problem: str) -> str:
 
 def _problem(config: TrainConfig, family: Family, world_size: int) -> str:
     """Return the first conflict that a run would refuse; empty: none."""
+    lines = _conflicts(config, family, world_size)
+    return _plain(lines[0]) if lines else ""
+
+
+def _conflicts(config: TrainConfig, family: Family, world_size: int) -> list[str]:
+    """Return all conflicts that a run would refuse."""
     try:
         resolve(config, world_size, family=family)
-    except ValueError as error:
-        lines = str(error).splitlines()
-        return _plain(lines[len(lines) > 1].removeprefix("- "))
-    return ""
+    except ConflictError as error:
+        return list(error.lines)
+    return []
 
 
 def _step_tokens(config: TrainConfig) -> int:
