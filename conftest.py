@@ -16,14 +16,20 @@ from shape_checks import install_shape_checks
 
 install_shape_checks()  # Before any conftest below imports what is checked.
 
-# Files of few tests that take half a minute or more. xdist would hand them out last, and one
+# Folders that one process runs: their tests share trainings, or parsed sources.
+SHARED = ("tests/parity", "tests/house")
+# What takes half a minute or more. xdist would hand out files of few tests last, and one
 # process would end long after the others.
-LONG_FILES = (
+LONG = (
+    *SHARED,
     "packages/mcore-models/tests/kernels/test_kernels_interpreted.py",
     "tests/e2e/test_flow.py",
     "packages/mcore-moe/tests/dispatch/test_symmetric.py",
     "tests/alacarte/test_wrappers.py",
 )
+# The collector's thresholds: by default it runs every 700 objects, which took three quarters of
+# the time to parse our sources.
+RARELY = (20_000, 20, 20)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -49,25 +55,27 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set them aside: it never looks at them again."""
+    """Set them aside: it never looks at them again. Ranks of tests are forked from here."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(*RARELY)
+    import warm_ranks  # Now that the shape hook is there.
+
+    warm_ranks.fork_server_of_ranks()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Hand out whole files under ``pytest -n``, and tests/parity, which shares trainings.
-
-    That and other long ones first, then those of most tests.
-    """
+    """Hand out whole files and shared folders under ``pytest -n``; the long ones first."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/parity" if "parity/" in nodeid else super()._split_scope(nodeid)
+            shared = [folder for folder in SHARED if f"{folder}/" in nodeid]
+            return shared[0] if shared else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node: object) -> None:
-            for scope in ("tests/parity", *LONG_FILES):
+            for scope in LONG:
                 if scope in self.workqueue:
                     self.workqueue.move_to_end(scope, last=False)
                     break

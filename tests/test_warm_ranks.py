@@ -83,14 +83,21 @@ def test_a_rank_that_dies_is_named_and_the_next_call_works():
 def hang(rank):
     if dist.get_rank() == rank:
         time.sleep(600)
+    dist.barrier(group=dist.group.WORLD)
 
 
-def test_a_rank_that_hangs_is_named_when_time_is_up():
+def test_ranks_that_hang_are_named_with_their_stacks_when_time_is_up():
     start = time.monotonic()
     run_ranks(describe, 2, "warm")
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 gave no answer in 0\.5 s"):
+    message = r"ranks \[0, 1\] of 2 gave no answer in 0\.5 s"
+    with pytest.raises(RuntimeError, match=message) as caught:
         run_ranks(hang, 2, 1, timeout_s=0.5)
     assert time.monotonic() - start < 250
+    _, waiting, sleeping = str(caught.value).split("s of processor so far:")
+    line = hang.__code__.co_firstlineno
+    assert f"line {line + 3} in hang" in waiting
+    assert "in barrier" in waiting
+    assert f"line {line + 2} in hang" in sleeping
     assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
 
 

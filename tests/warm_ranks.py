@@ -3,10 +3,12 @@
 Starting Python with torch costs seconds, a world of ranks 6 to 40 s on two cores. So
 ``run_ranks`` uses one ``Pool`` of gloo processes for the whole test run: each call makes a new
 world of the first N of them. If a rank fails, all ranks of that world are ended, so none waits
-for a dead peer, and the next call forks new ones from the ``ForkServer``. ``run_command`` forks
-a command from the same server instead of starting ``python -m``.
+for a dead peer, and the next call forks new ones from a ``ForkServer``: for ranks with checked
+shapes pytest itself, as it is after collection. ``run_command`` forks a command from the server
+of unchecked ranks instead of starting ``python -m``.
 """
 
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -19,17 +21,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
 from shape_checks import CHECKED_PACKAGES, install_shape_checks
-from warm_commands import Command, run_forked, warm_context, watch_command
+from warm_commands import PRELOADED, Command, run_forked, warm_context, watch_command
 
 from mcore_parallel.testing.ranks import collect_results, import_address, load_function
 
@@ -38,9 +42,11 @@ from mcore_parallel.testing.ranks import collect_results, import_address, load_f
 COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
 SLOW = ("torch.distributed.tensor", "torch.distributed.fsdp")
 """Modules of torch that some runs import, which take seconds: better once than in each rank."""
-LOADING_S = 300.0
+LOADING_S = 150.0
 """More than a task's own limit, for ranks that load its file and meet: on a crowded host that
-takes longer than most tasks."""
+takes longer than most tasks. With the usual limit less than pytest's, which shows no stacks."""
+SHOW_STACKS = signal.SIGRTMIN + 7
+"""On it a rank writes the stacks of its threads into a file: no test uses this signal."""
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_base", "mcore_data", "mcore_train")
 
 # One pool for each value of check_shapes; it lives as long as the test run.
@@ -85,6 +91,17 @@ def _pool(check_shapes: bool) -> "Pool":
     return _POOLS[check_shapes]
 
 
+def fork_server_of_ranks() -> None:
+    """Fork the server of checked ranks from this process, which has collected the tests.
+
+    Its ranks have the test files and all that these import. Not beside a GPU: a process that
+    is forked after CUDA was asked for cannot use it.
+    """
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        return
+    _pool(True).fork_server = ForkServer(True, mp.get_context("fork"))
+
+
 def run_command(
     module: str,
     *words: object,
@@ -122,35 +139,51 @@ def run_command(
 class ForkServer:
     """A process with our packages imported, which forks ranks without a start-up time.
 
-    It imports the modules of our packages that this process has imported, which takes seconds
-    under the shape hook, or what compiles if shapes are not checked and no GPU is there.
-
     Args:
         check_shapes: check jaxtyping annotations in the ranks.
-
-    Raises:
-        RuntimeError: if a module cannot be imported there, with the traceback.
+        context: how the process is made: by "fork" it has what this process has loaded; by
+            default it has third parties alone until ``load``.
     """
 
-    def __init__(self, check_shapes: bool) -> None:
-        import torch
-
+    def __init__(self, check_shapes: bool, context: BaseContext | None = None) -> None:
         self._control, there = mp.Pipe()
         self._asking = threading.Lock()
-        modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
-        modules = [name for name in modules if not name.endswith("__main__")]
-        modules += [name for name in SLOW if name in sys.modules]
-        if not check_shapes and not torch.cuda.is_available():
-            modules += COMPILER
-        self._process = warm_context().Process(
+        self._check_shapes = check_shapes
+        self._is_loaded = False
+        is_forked = context is not None
+        # A forked server has the shape hook already, and both ends of the pipe.
+        inherited = self._control if is_forked else None
+        self._process: Any = (context or warm_context()).Process(
             target=_serve_forks,
-            args=(there, check_shapes, list(sys.path), modules),
+            args=(there, inherited, check_shapes and not is_forked),
             daemon=True,
         )
         with there:
             self._process.start()
-        if trouble := self._control.recv():
-            raise RuntimeError(f"ranks cannot start:\n{trouble}")
+
+    def load(self) -> None:
+        """Import there, once, the modules of our packages that this process has imported.
+
+        That takes seconds under the shape hook. If shapes are not checked and no GPU is there,
+        also what compiles.
+
+        Raises:
+            RuntimeError: if a module cannot be imported there, with the traceback.
+        """
+        import torch
+
+        with self._asking:
+            if self._is_loaded:
+                return
+            modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
+            modules = [name for name in modules if not name.endswith("__main__")]
+            modules += [name for name in SLOW if name in sys.modules]
+            if not self._check_shapes and not torch.cuda.is_available():
+                modules += COMPILER
+            self._control.send((list(sys.path), [*PRELOADED, *modules]))
+            if trouble := self._control.recv():
+                raise RuntimeError(f"ranks cannot start:\n{trouble}")
+            self._is_loaded = True
 
     def fork(self) -> "Member":
         """Start a rank with this process's present ``sys.path``."""
@@ -226,8 +259,8 @@ class Pool:
         try:
             for rank in range(world_size):
                 self.members[rank].pipe.send_bytes(pickle.dumps((rank, *task)))
-            self._collect(world_size, timeout_s + LOADING_S)
-            return self._collect(world_size, timeout_s)
+            self._collect(world_size, timeout_s + LOADING_S, folder)
+            return self._collect(world_size, timeout_s, folder)
         except BaseException:
             for member in self.members[:world_size]:
                 server.end(member)
@@ -237,15 +270,19 @@ class Pool:
             shutil.rmtree(folder, ignore_errors=True)
 
     def server(self) -> ForkServer:
-        """Return the process that forks the ranks, started when it is first needed."""
+        """Return the process that forks the ranks, loaded when it is first needed."""
         with self._starting:
-            self.fork_server = self.fork_server or ForkServer(self.check_shapes)
-        return self.fork_server
+            server = self.fork_server or ForkServer(self.check_shapes)
+            server.load()
+            self.fork_server = server
+        return server
 
-    def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+    def _collect(self, world_size: int, timeout_s: float, folder: str) -> list[Any]:
         """Wait for one message of every rank: that it is ready, or its result."""
         pipes = {self.members[rank].pipe: rank for rank in range(world_size)}
-        return collect_results(pipes, timeout_s)
+        return collect_results(
+            pipes, timeout_s, lambda: _stacks(self.members[:world_size], folder)
+        )
 
     def stop(self) -> None:
         """End all ranks."""
@@ -256,17 +293,42 @@ class Pool:
         self.fork_server, self.members = None, []
 
 
-def _serve_forks(
-    control: Connection, check_shapes: bool, path: list[str], modules: list[str]
-) -> None:
-    """Run in the server: fork a rank for each path received, end one for each process id."""
+def _stacks(members: list[Member], folder: str) -> str:
+    """Return the stacks of all threads of ranks, and the processor seconds of each rank."""
+    for member in members:
+        os.kill(member.pid, SHOW_STACKS)
+    time.sleep(1.0)  # A handler in C writes them, also where a thread never lets Python go on.
+    text = ""
+    for rank, member in enumerate(members):
+        # After the name, which may have spaces: state, ..., user and system time as 12th, 13th.
+        fields = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()
+        seconds = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+        text += f"\n\nrank {rank}, state {fields[0]}, {seconds:.1f} s of processor so far:\n"
+        stacks = Path(folder, f"stacks{rank}")
+        text += stacks.read_text() if stacks.exists() else "it has not begun\n"
+    return text
+
+
+def _serve_forks(control: Connection, inherited: Connection | None, install: bool) -> None:
+    """Run in the server: import modules, then fork a rank for each path received, or end one.
+
+    Args:
+        control: requests, and an answer to each.
+        inherited: the other end of ``control``, which a forked server closes.
+        install: whether to install the shape hook, where beartype is installed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends all processes.
-    sys.path[:] = path
+    if inherited is not None:
+        inherited.close()
     filters = list(warnings.filters)
     warnings.simplefilter("error")
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
     warnings.filterwarnings("ignore", module="torch.*")
-    if check_shapes and importlib.util.find_spec("beartype") is not None:
+    try:
+        sys.path[:], modules = control.recv()
+    except (EOFError, OSError):
+        return
+    if install and importlib.util.find_spec("beartype") is not None:
         install_shape_checks()
     try:
         for module in modules:
@@ -326,6 +388,8 @@ def _serve(pipe: Connection) -> None:
         except (EOFError, OSError):
             return
         rank, address, world_size, store, arguments = task
+        stacks = open(os.path.join(os.path.dirname(store), f"stacks{rank}"), "w")  # noqa: SIM115
+        faulthandler.register(SHOW_STACKS, stacks)
         try:
             function = load_function(address)
             _start_afresh()
@@ -345,6 +409,7 @@ def _serve(pipe: Connection) -> None:
             # peers, whose error about a lost connection might come first.
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
+        stacks.close()
         gc.collect()  # Frees models, and groups with their polling threads.
 
 

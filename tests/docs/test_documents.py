@@ -134,7 +134,8 @@ def test_the_help_of_each_command_ends_with_its_examples_and_pages(package, caps
         text, _, end = capsys.readouterr().out.partition("examples:\n")
         assert end, f"{command} has no example in ABOUT"
         examples, _, pages = end.partition("\nsee ")
-        assert pages, f"{command} has no page in ABOUT"
+        pages, _, rest = pages.partition(" of the repository")
+        assert rest == "\n", f"{command} has no page in ABOUT"
         assert [page for page in pages.split(", ") if not (ROOT / page.strip()).is_file()] == []
         assert words[command], text
         for line in examples.replace("\\\n", " ").splitlines():

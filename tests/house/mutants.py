@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -60,11 +61,20 @@ def changes(row: Row) -> bool:
         ValueError: as ``planted``.
         SyntaxError: if the mutant is no Python any more.
     """
-    texts = planted(row), source_of(row).read_text()
+    mutant, original = planted(row), source_of(row).read_text()
     if not row["file"].endswith(".py"):
-        return texts[0] != texts[1]
-    pairs = zip_longest(*(map(ast.dump, ast.parse(text).body) for text in texts))
-    return any(mutant != original for mutant, original in pairs)
+        return mutant != original
+    # Statements that end before the change are those of the original.
+    line = original.count("\n", 0, original.index(row["replace"])) + 1
+    pairs = zip_longest(*(_dumps(text, line) for text in (mutant, original)))
+    return any(changed != unchanged for changed, unchanged in pairs)
+
+
+def _dumps(text: str, line: int) -> Iterator[str]:
+    """Yield the syntax of each statement of a module that ends on a line or after it."""
+    for node in ast.parse(text).body:
+        if (node.end_lineno or 0) >= line:
+            yield ast.dump(node)
 
 
 def is_seen(row: Row, output: str) -> bool:

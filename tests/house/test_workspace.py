@@ -143,6 +143,10 @@ def test_a_version_is_written_where_it_counts_and_the_lock_fits(
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+        if copy.name == "CHANGELOG.md" and "(unreleased)" not in copy.read_text():
+            copy.write_text(
+                copy.read_text().replace("\n## ", "\n## 9.9.9 (unreleased)\n\n## ", 1)
+            )
     release.prepare(tmp_path, version, wheels, "2026-12-01")
     for wheel in wheels:
         folder = tmp_path / "packages" / wheel

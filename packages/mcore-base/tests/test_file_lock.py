@@ -13,8 +13,10 @@ from forks import exit_code, fork, kill
 from mcore_base import file_lock
 from mcore_base.file_lock import FileLock, Holder, LockHeldError
 
-CONTAINER = replace(Holder.current(), token="another", namespace="kernel/pid:[2]")
-"""Same host name and process number as this process, in another container."""
+
+def container():
+    """Same host name and process number as this process, in another container."""
+    return replace(Holder.current(), token="another", namespace="kernel/pid:[2]")
 
 
 def write(path, holder, age_s=0.0):
@@ -28,7 +30,7 @@ def test_a_container_of_the_same_name_and_number_holds_its_lock_under_any_clock(
     tmp_path, age_s
 ):
     path = tmp_path / "lock"
-    write(path, CONTAINER, age_s)
+    write(path, container(), age_s)
     end = threading.Event()
 
     def beat():
@@ -49,7 +51,7 @@ def test_a_holder_that_gives_no_sign_of_life_is_dead_and_so_is_one_that_cannot_b
     tmp_path, content, caplog
 ):
     path = tmp_path / "lock"
-    write(path, CONTAINER, age_s=-130.0)
+    write(path, container(), age_s=-130.0)
     if content is not None:
         path.write_text(content)
     began_s = time.monotonic()
@@ -89,7 +91,11 @@ def test_a_holder_in_the_same_namespace_is_looked_up_without_waiting(tmp_path):
 
 def test_what_a_kill_within_taking_a_lock_left_goes_when_the_lock_is_taken_again(tmp_path):
     dead = replace(Holder.current(), started="1")  # this number, of an earlier process
-    for name, holder in (("lock.dead", dead), ("lock.other", CONTAINER), ("lock2.dead", dead)):
+    for name, holder in (
+        ("lock.dead", dead),
+        ("lock.other", container()),
+        ("lock2.dead", dead),
+    ):
         write(tmp_path / name, holder)
     with FileLock(tmp_path / "lock"):
         pass
@@ -109,7 +115,7 @@ def test_a_process_shares_its_lock_and_a_forked_child_does_not(tmp_path):
         assert exit_code(fork(lambda: acquire_again(path))) == 0
         assert exit_code(fork(lock.release)) == 0
         lock.check()
-        write(path, CONTAINER)
+        write(path, container())
         with pytest.raises(LockHeldError, match="was lost: process"):
             lock.check()
     assert path.exists()  # what another took is not given back in its name

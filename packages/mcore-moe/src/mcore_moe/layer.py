@@ -1,9 +1,9 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-Input and output are ``[T, D]``. The auxiliary loss is a second output, to be added to the loss
-or given to backward as a second root; the layer changes no gradient. Every token is routed by
-exactly one rank: under sequence parallelism the tensor ranks have different tokens; otherwise
-the layer splits the tokens over the tensor ranks and sums the results.
+Input and output are ``[T, D]``. The auxiliary loss is a second output: the caller adds it to
+the loss, or gives it to backward as a second root. Exactly one rank routes each token. Under
+sequence parallelism tensor ranks have different tokens already; otherwise the layer splits the
+tokens over tp, and sums the zero-padded outputs over tp.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from mcore_parallel.rng import RngStreams
 
 
 class RoutedTokens(NamedTuple):
-    """Routed tokens before dispatch, and the layer's results that need no dispatch."""
+    """Routed tokens before dispatch, the auxiliary loss and the shared expert's output."""
 
     inputs: Float[Tensor, "t d"]
     """Inputs of the experts: the tokens that this rank routes."""
@@ -51,7 +51,7 @@ class RoutedTokens(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer of many experts, of which each token runs through a few.
+    """Feed-forward layer in which the router sends each token to k of E experts.
 
     Attributes:
         router: chooses experts, see ``Router``.
@@ -83,16 +83,16 @@ class MoELayer(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F of one expert where ``config.moe_ffn_hidden_size`` is 0.
-            config: experts, routing, balance and dispatch.
-            network: of each expert, routed and shared.
-            axes: ranks over which the layer is spread.
-            sequence_parallel: whether tokens are cut over ``axes.tp``.
-            streams: of random numbers, for the router's jitter; see ``Router``.
-            recompute_shared: compute the shared expert again in backward.
-            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` have equally
-                many tokens in every call, so that no counts of tokens are exchanged.
-            fp8_casts: where casts of weights are kept with ``config.moe_experts_dtype``; None:
-                every call casts them.
+            config: options of experts, routing, balance and dispatch.
+            network: layers and activation of each expert, routed and shared.
+            axes: ranks that share the experts, and ranks that share the tokens.
+            sequence_parallel: whether tokens are split over ``axes.tp``.
+            streams: random streams, for the router's jitter; see ``Router``.
+            recompute_shared: recompute the shared expert in backward.
+            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` have the
+                same number of tokens in every call, so that they need not exchange it.
+            fp8_casts: cache of the weights' casts, used with ``config.moe_experts_dtype``;
+                None: every call casts the weights.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -143,8 +143,8 @@ class MoELayer(nn.Module):
             )
         self.dispatcher = build_dispatcher(config, axes.ep, axes.expert_tp, axes.ep_levels)
         self.equal_tokens = equal_tokens
-        self.peers = (axes.cp_tp, axes.ep)
-        self._is_compared = False
+        self.router_axes = (axes.cp_tp, axes.ep)
+        self._has_compared_routers = False
 
     def forward(
         self,
@@ -173,12 +173,15 @@ class MoELayer(nn.Module):
             ValueError: on all ranks, if they hold different routers.
         """
         self._check_routers()
-        tokens, sequences, mask = self._split_tokens(x, num_sequences, mask)
+        tokens, sequences, mask = self._split_tokens(x, num_sequences, mask)  # [T, D] -> [t, D]
         inputs = self._expert_inputs(tokens)
         equal_tokens = self._has_equal_tokens(x.shape[0])
+        # allgather sends all tokens whatever the routing is: its exchange overlaps the router.
         in_flight = self.dispatcher.begin(inputs, equal_tokens=equal_tokens)
         routing, aux_loss = self.router(tokens, sequences, num_sequences, mask)
-        shared: list[Tensor] = []  # filled by the dispatcher if it overlaps
+        # With --moe-shared-expert-overlap the dispatcher calls ``overlap`` during its exchange.
+        # A dispatcher that does not exchange asynchronously may leave the list empty.
+        shared: list[Tensor] = []
         overlap = None
         if self.router.config.moe_shared_expert_overlap:
             overlap = lambda: shared.append(self._shared_output(x))  # noqa: E731
@@ -191,9 +194,9 @@ class MoELayer(nn.Module):
         return y, aux_loss
 
     def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> RoutedTokens:
-        """Route tokens and run the shared expert: no size here depends on routing.
+        """Route tokens and run the shared expert; no tensor's size depends on the routing.
 
-        ``run_experts`` is the rest of ``forward``.
+        ``run_experts`` computes the remainder of ``forward``.
 
         Args:
             x: as in ``forward``.
@@ -218,10 +221,10 @@ class MoELayer(nn.Module):
         return y if routed.shared_output is None else y + routed.shared_output
 
     def set_overlap_callback(self, callback: OverlapCallback) -> None:
-        """Set the function that is called while tokens, sums or their gradients are exchanged.
+        """Set a function that the dispatcher calls during each of its exchanges.
 
-        Forward and backward call it equally often on all ranks of ``ep``. It is not called
-        without an exchange, nor where gathered tokens differ in number between ranks.
+        Forward and backward call it the same number of times on all ranks of ``ep``: not at
+        all on one rank, or if all-gathered tokens differ in number between ranks.
         """
         self.dispatcher.set_overlap_callback(callback)
 
@@ -234,10 +237,11 @@ class MoELayer(nn.Module):
         self, x: Tensor, num_sequences: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tokens that this rank routes, their sequences and their mask."""
-        begin, end = self._own_range(x.shape[0])
+        begin, end = self._token_range(x.shape[0])
         tokens = x
         if self.splits_tokens:
-            # Backward sums the gradient over ``tp``: each rank has that of its own tokens.
+            # copy_to is the identity; its backward all-reduces over tp, since each rank's
+            # gradient is zero for the tokens of the other ranks.
             tokens = copy_to(x, self.tp)[begin:end]
         sequences = torch.arange(begin, end, device=x.device) % num_sequences
         return tokens, sequences, mask if mask is None else mask[begin:end]
@@ -252,8 +256,9 @@ class MoELayer(nn.Module):
         if self.latent_up is not None:
             y = self.latent_up(y)
         if self.splits_tokens:
-            # A sum in place of a gather: its backward gives every rank the whole gradient.
-            begin, end = self._own_range(num_tokens)
+            # An all-reduce of zero-padded outputs in place of an all-gather: its backward is
+            # the identity, so that every rank gets the gradient of its tokens.
+            begin, end = self._token_range(num_tokens)
             y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
         return y
 
@@ -263,15 +268,15 @@ class MoELayer(nn.Module):
 
     def _check_routers(self) -> None:
         """In the first call, compare the routers of ranks that exchange tokens."""
-        if self._is_compared or torch.compiler.is_compiling():
+        if self._has_compared_routers or torch.compiler.is_compiling():
             return
-        self._is_compared = True
+        self._has_compared_routers = True
         weight = self.router.weight
-        if not is_dtensor(weight):  # FSDP2 has sharded one weight: nothing to compare
-            for axis in self.peers:
+        if not is_dtensor(weight):  # under FSDP2 ranks hold rows of one weight, no copies
+            for axis in self.router_axes:
                 check_same("the router", weight, axis)
 
-    def _own_range(self, num_tokens: int) -> tuple[int, int]:
+    def _token_range(self, num_tokens: int) -> tuple[int, int]:
         """Return the range of tokens that this rank routes; shares differ by one at most."""
         if not self.splits_tokens:
             return 0, num_tokens

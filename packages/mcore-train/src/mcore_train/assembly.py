@@ -1,4 +1,8 @@
-"""From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
+"""Builds a ``Run`` from a ``Plan``: model chunks, engine, optimizer, pipeline, data of a rank.
+
+``assemble`` is the only place where these parts meet. It builds model chunks, ``Pipeline``,
+data-parallel engine and optimizer in this order, since each attaches to the ones before it.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -73,18 +77,18 @@ class Tables:
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """How far a run has come: besides tensors, the only thing that a step changes."""
+    """Counters of a run: the only state besides tensors that a step changes."""
 
     iteration: int = 0
     """Steps done."""
     consumed_train_samples: int = 0
     """Sequences trained on, over all ranks; where the data continues."""
     schedule_samples: int = 0
-    """Sequences that the learning-rate schedule has counted: those of skipped steps are not."""
+    """Sequences counted by the learning-rate schedule, which leaves out skipped steps."""
     batch_size_phases: list[Stretch] = field(default_factory=list)
-    """Batch sizes that the run has had, over all its continuations."""
+    """Batch sizes of the run so far, including those before it was resumed."""
     spikes: list[int] = field(default_factory=list)
-    """Steps that were spikes, those within the last --spike-window steps."""
+    """Iterations that were spikes, among the last --spike-window steps."""
 
     def count_step(self, batch_size: int, *, is_skipped: bool) -> None:
         """Count one more step of ``batch_size`` sequences over all ranks."""
@@ -99,7 +103,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """What number formats below float32 keep from one step to the next."""
+    """State of 16-bit and 8-bit formats that persists between steps."""
 
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
     """Casts of weights to fp8, kept for one step."""
@@ -111,7 +115,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What a run has loaded."""
+    """Folders and files from which a run was loaded."""
 
     checkpoint: str = ""
     """Folder of the weights; empty: the run began from its seed."""
@@ -205,18 +209,19 @@ def assemble(
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
 
-    The plan of the run counts by the batch sizes of the run that it continues (``load_run``).
+    A run that continues another one counts samples by the batch sizes that the checkpoint
+    records, see ``continue_plan``.
 
     Args:
-        plan: what ``resolve`` gave for this world.
-        ctx: the layout's groups.
-        datasets: to train on; left out, those that the plan's flags name.
-        dtype: of parameters; left out, the plan's.
+        plan: the result of ``resolve`` for this world size.
+        ctx: axes and process groups of the layout.
+        datasets: data to train on; None: the datasets that the plan's flags name.
+        dtype: dtype of parameters; None: the plan's.
         prepare: changes initial weights, see ``GradientSync.fill_weights``.
-        draws_weights: draw the initial weights of the plan's seed; False: matrices begin as
-            zeros, unless ``prepare`` sets them. Adapters and their base are always drawn.
-        tables: optimizers, fp8 recipes and engines by their option values; left out, those of
-            this package.
+        draws_weights: draw initial weights from the plan's seed; False: matrices are zero
+            unless ``prepare`` sets them. Weights of adapters and of their base are always
+            drawn.
+        tables: optimizers, fp8 recipes and engines by option value; None: those of mcore.
 
     Raises:
         ValueError: if data or tokenizer do not fit the flags.
@@ -234,8 +239,9 @@ def assemble(
     check_device_format(dtype, ctx.device, ctx.world)
     _choose_kernels(plan, ctx, dtype)
 
-    # The order matters: layers learn of the pipeline before the engine takes their parameters,
-    # and the optimizer updates what the engine gives to this rank.
+    # The order matters. The pipeline attaches the weight queue to the layers. The engine reads
+    # from the weights whether their gradients are deferred, and moves parameters into its
+    # buckets. The optimizer allocates state for the ranges that the engine assigns to the rank.
     precision = Precision(
         fp8_scales=delayed_scales(config.fp8, ctx),
         loss_scaler=LossScaler(config.precision, ctx.device) if config.precision.fp16 else None,
@@ -308,7 +314,7 @@ def _build_engine(
     *,
     draws_weights: bool,
 ) -> GradientSync:
-    """Give the parameters to the engine; initialize them after it if they have no memory."""
+    """Build the engine, which takes over the parameters; then fill those on the meta device."""
     engine = tables.engines[config.data_parallelism.sharding]
     empty = [p for chunk in chunks for p in chunk.parameters() if p.is_meta]
     if not config.data_parallelism.is_fully_sharded:
@@ -381,7 +387,8 @@ def _build_chunks(
             streams=streams,
             device=ctx.device,
             dtype=dtype,
-            # A rank never holds whole what its engine shards; what adapters freeze is whole.
+            # fully_shard fills parameters after sharding, so that no rank holds a full weight.
+            # Frozen weights under adapters are not sharded: they are filled here.
             is_filled=is_filled or has_adapters,
         )
         for stage in stages_of_rank(plan.stages, ctx.pp.rank)
@@ -401,7 +408,7 @@ def _build_chunks(
 
 
 def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext) -> None:
-    """Log that attention over context ranks is not fused for heads of this width."""
+    """Warn if no fused kernel takes the head width in attention over context ranks."""
     model = plan.config.model
     is_chosen = plan.config.kernels.attention_backend == "auto"
     if ctx.cp.size == 1 or ctx.config.cp_comm_type == "a2a" or not is_chosen:
@@ -419,10 +426,11 @@ def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext) -> None:
 def _use_transformer_engine(
     chunks: Sequence[nn.Module], plan: Plan, ctx: ParallelContext
 ) -> None:
-    """Let Transformer Engine compute the chunks; one warning where it does not.
+    """Replace layers by those of Transformer Engine, or log one warning with the reason.
 
-    Scripts of Megatron name it everywhere, and this package's layers compute the same. One
-    all-reduce over all ranks: those that share weights should round alike.
+    Most scripts of Megatron give the flag, and this package's own layers compute the same
+    function. All-reduces over the world: if one rank cannot use it, no rank does, since ranks
+    that share weights must round alike.
     """
     name = "--transformer-impl transformer_engine"
     why_not = next(iter(find_faults(*parts(plan.config), notes=True)), "")

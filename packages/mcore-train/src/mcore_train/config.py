@@ -1,9 +1,9 @@
-"""Options of a training run, one small frozen dataclass a concept.
+"""Options of a training run: one frozen dataclass for each concept.
 
-A field is Megatron's flag with underscores and its docstring is the help text. Zero or an
-empty string means off or "derive it"; derived numbers come from ``resolution.resolve``.
-Options of the model, the experts, the layout, the data and the checkpoint live in their
-own packages; ``composition.TrainConfig`` puts all of them together.
+A field is Megatron's flag with underscores, and its docstring is the help text. Zero or an
+empty string means off, or that ``resolution.resolve`` derives the number. Options of the model,
+the experts, the layout and the data are in their own packages; ``composition.TrainConfig``
+combines all of them.
 """
 
 from collections.abc import Iterator
@@ -260,19 +260,20 @@ class EvalConfig(Options):
     eval_at_start: bool = option(False, needs={"eval_interval": ON})
     """Validate before the first step as well."""
     eval_only: bool = option(False, needs={"eval_interval": ON})
-    """Validate the weights that the run begins with, score the test data if there are any, and
-    end: no step, and nothing is saved."""
+    """Validate the initial or loaded weights, score the test data if there are any, and end
+    without a training step or a save."""
     eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
-    """Sequences in one forward pass of a validation, which keeps no activations; the same
-    samples are scored. 0: --micro-batch-size."""
+    """Sequences in one forward pass of a validation, which keeps no activations and can take
+    more of them; the samples stay the same. 0: --micro-batch-size."""
     eval_average_weights: bool = False
     """Validate, score tasks and write texts with the averaged weights of --ema-decay or
-    --optimizer schedule_free; training goes on with its own, to the last bit."""
+    --optimizer schedule_free. Training continues with its own weights, bit for bit."""
     eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
-    """Steps between two at which the zero-shot tasks are scored; 0: none."""
+    """Steps between scorings of the zero-shot tasks; 0: none."""
     eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
-    """Zero-shot tasks with their files, as of mcore-infer eval: LAMBADA:FILE counts last words
-    of passages in JSON lines, WIKITEXT103:FILE scores one text."""
+    """Zero-shot tasks, as in mcore-infer eval: LAMBADA:FILE is the accuracy of the last word of
+    passages in JSON lines, WIKITEXT103:FILE the perplexity of one text, and lm-eval:NAME a task
+    of lm-evaluation-harness (extra mcore-infer[lm-eval])."""
 
     rules = (
         Rule(
@@ -286,9 +287,9 @@ class EvalConfig(Options):
         Rule(
             ("eval_tasks",),
             lambda v: [
-                f"--eval-tasks {task} is no LAMBADA:FILE and no WIKITEXT103:FILE."
+                f"--eval-tasks {task} is no LAMBADA:FILE, WIKITEXT103:FILE or lm-eval:NAME."
                 for task in v.eval_tasks
-                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103")
+                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103", "lm-eval")
                 or not task.partition(":")[2]
             ],
         ),
@@ -310,13 +311,14 @@ class SampleConfig(Options):
     """Texts that the model writes while it trains."""
 
     sample_interval: int = option(0, minimum=0)
-    """Steps between texts; 0: none. Weights go to a serving layout in memory, without files."""
+    """Steps between texts; 0: none. Weights are copied to a serving layout in memory, without
+    files."""
     sample_prompts: tuple[str, ...] = option(("",), part_of={"sample_interval": ON})
-    """Beginnings of the texts; an empty one begins a document."""
+    """Prompts of the texts; an empty prompt starts a new document."""
     sample_num_tokens: int = option(64, minimum=1, part_of={"sample_interval": ON})
-    """Tokens to write after each prompt, at most."""
+    """Most tokens to write after each prompt."""
     sample_temperature: float = option(0.8, above=0, part_of={"sample_interval": ON})
-    """Scores are divided by it; below 1 the likely gets likelier."""
+    """Divisor of the logits when tokens are drawn; below 1 likely tokens become likelier."""
 
     rules = (
         Rule(
@@ -342,11 +344,12 @@ class SaveConfig(Options):
     save_optim: bool = True
     """Keep optimizer state in checkpoints."""
     save_hf: bool = option(False, needs={"save": ON})
-    """Make every saved step a Hugging Face folder as well: its weights stand once, as whole
-    tensors in model-*.safetensors."""
+    """Make every saved step a Hugging Face folder as well. Weights are then stored as complete
+    tensors in model-*.safetensors, and not a second time."""
     async_save: bool = option(False, needs={"save": ON})
-    """Write checkpoints in the background: training goes on once the weights are on their way
-    to host memory, of which each rank needs its share of a checkpoint, once."""
+    """Write checkpoints in the background, from copies in host memory: training continues while
+    the weights are copied and written. Each rank needs host memory for its share of one
+    checkpoint."""
     async_save_timeout_minutes: float = option(10.0, above=0, part_of={"async_save": ON})
     """Minutes without progress after which a write in the background is given up."""
 
@@ -356,12 +359,13 @@ class LoadConfig(Options):
     """What a run starts from."""
 
     load: str = ""
-    """Run folder or step folder to continue from; it brings the model's shape with it. A
-    folder without a checkpoint starts from nothing."""
+    """Run folder or step folder to continue from, which also holds the shape of the model. If
+    the folder has no checkpoint, the run starts from random weights."""
     pretrained_checkpoint: str = ""
-    """Folder of the weights to begin from while --load holds none; with --peft, of the base."""
+    """Folder of the initial weights, used while --load holds no checkpoint; with --peft, folder
+    of the base model."""
     auto_resume: bool = option(False, part_of={"save": ON})
-    """Continue from the newest step in --save; without a step, start by the other flags."""
+    """Continue from the newest step in --save; if there is none, start by the other flags."""
     ckpt_step: int = option(0, minimum=0, needs={"load": ON})
     """Step to load from a run folder; 0: the latest."""
     finetune: bool = option(False, needs={"load": ON})
@@ -450,7 +454,7 @@ def unrecordable_experts(values: Any) -> Iterator[str]:
 
 
 _DRAW_NOTHING = ("layernorm", "mlp_act", "moe_act")
-"""Of ``--recompute-modules``: made again by elementwise operations alone."""
+"""Values of ``--recompute-modules`` that recompute elementwise operations alone."""
 
 
 def _draws_while_recorded(values: Any) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """One training step: forward and backward of all micro-batches, clip, update.
 
-Nothing here waits for the device, apart from fp16, whose loss scale depends on the norm:
-results stay tensors until they are read.
+``train_step`` is ``backward`` (all micro-batches through the pipeline, then gradient sums),
+then ``update`` (norm, clip, optimizer). Nothing here waits for the device, except under fp16,
+whose loss scale depends on the norm: results stay tensors until the caller reads them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,9 +74,10 @@ def train_step(
         lr: learning rate.
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
-        named_lrs: learning rates of parameters with their own, see ``named_rates``.
-        check: called with losses and gradient norm before the update; returns those that
-            count, and may compute gradients anew (``Rerun.check``).
+        named_lrs: learning rates of parameter groups with a rate of their own, see
+            ``named_rates``.
+        check: called with losses and gradient norm before the update; returns the losses and
+            the norm to use, and may recompute the gradients (``Rerun.check``).
     """
     with run.ctx.clock.span("compute"):
         losses = backward(run, batches)
@@ -109,6 +111,7 @@ def _update(
     check: StepCheck | None,
 ) -> StepResult:
     row_scales = _qk_clip_scales(run)
+    # Clipping changes no gradient: the update multiplies gradients by ``scale``.
     norm = run.optimizer.grad_norm()
     if check is not None:
         losses, norm = check(losses, norm)
@@ -119,6 +122,8 @@ def _update(
         is_finite = bool(norm.isfinite())
         is_skipped = scaler.update(is_finite=is_finite) and not is_finite
         norm = norm * unscale
+    # Overflow is known on the host, and the update is not launched. A spike is known on the
+    # device alone, so the update is launched with a mask.
     judgement, is_applied = None, None
     if run.recent is not None and not is_skipped:
         judgement = run.recent.judge(_mean_loss(run, losses), norm)
@@ -148,21 +153,21 @@ def _update(
 def _mean_loss(run: Run, losses: StepLosses) -> Float[Tensor, ""]:
     """Return the main loss over the whole batch, with equal bits on all ranks."""
     main = next(iter(losses.named.values()))
-    # Each tensor rank has the whole loss of its tokens.
+    # All tensor ranks have the same loss: divided by tp, the sum over the world counts it once.
     return all_reduce(main / run.ctx.tp.size, run.ctx.world)
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute the gradients of one global batch, summed over all ranks and not clipped.
 
-    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
+    With ``--cuda-graph-impl full_iteration``, replays a CUDA graph after the recorded step.
     """
     compute = partial(synced_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
 def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    """Compute as ``backward`` does, always by launching kernels singly."""
+    """Compute what ``backward`` computes, without a CUDA graph."""
     losses = _backward(run, batches, run.data_parallel)
     run.data_parallel.finish()
     return losses
@@ -171,13 +176,13 @@ def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 def backward_of_rank(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute gradients of this model replica's micro-batches, not summed over data ranks.
 
-    The engine's gradient buffers hold them; ``zero_grad`` comes next.
+    They are left in the engine's gradient buffers, for a comparison: call ``zero_grad`` next.
     """
     return _backward(run, batches, _Unsynced())
 
 
 class _Unsynced:
-    """Starts no sums over data ranks; a ``ChunkSync``."""
+    """A ``ChunkSync`` that starts no sums over data ranks."""
 
     def start_sync(self, chunk: int) -> None: ...
 
@@ -188,7 +193,8 @@ def _backward(run: Run, batches: Sequence[MicroBatch], sync: ChunkSync) -> StepL
     run.data_parallel.zero_grad()
     last = run.chunks[-1]
     losses = StepLosses(run.ctx.device, run.loss_names)
-    # Ranks that all-reduce the counts hold the same stage: all of them enter, or none.
+    # count_valid all-reduces over dp and cp. These ranks hold the same stage, so either all of
+    # them call it or none.
     num_valid = {}
     if last.stage.has_loss:
         num_valid = count_valid([run.objective.masks(each) for each in batches], run.ctx)
@@ -197,7 +203,8 @@ def _backward(run: Run, batches: Sequence[MicroBatch], sync: ChunkSync) -> StepL
     noting = nullcontext() if scales is None else scales.noting()
     is_measured = run.noise is not None and run.ctx.clock.is_recording
     after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
-    # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
+    # no_sync: micro-batches only accumulate. ``Pipeline.train`` calls ``sync.start_sync``
+    # before a chunk's last backward, in which its buckets are reduced.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
         run.pipeline.train(stages, batches, sync, after_first)
     return losses
@@ -213,6 +220,8 @@ def stage_functions(
 
     Each adds the losses of its micro-batch to ``losses``.
     """
+    # The main loss is divided by the valid tokens of the step (``loss_weights``). Auxiliary
+    # losses are one mean for each micro-batch: divide by the micro-batches of the step.
     aux_weight = 1.0 / (len(batches) * run.ctx.dp.size)
     has_aux = run.plan.config.experts.num_experts > 0
     scaler, objective = run.precision.loss_scaler, run.objective
@@ -232,10 +241,11 @@ def stage_functions(
                 return StageOutput(output, extra)
             masks = objective.masks(batch)
             weights = loss_weights(masks, coefficients, num_valid, run.dtype)
-            if scaler is not None:  # here, since the loss itself must be a root of backward
+            if scaler is not None:  # scale the weights: the loss itself is a root of backward
                 weights = {name: each * scaler.scale for name, each in weights.items()}
             scaled_losses = objective.losses(output, batch, weights)
             for name, loss in scaled_losses.items():
+                # Reported losses are without their coefficients; metrics have coefficient 0.
                 coefficient = coefficients[name] or 1.0
                 mean = loss.detach()
                 if scaler is not None:
@@ -250,7 +260,7 @@ def stage_functions(
 
 
 def _sum(losses: Iterable[Tensor]) -> Tensor:
-    """Add losses; one alone stays the tensor that it is."""
+    """Add losses; a single loss is returned itself."""
     first, *others = losses
     for loss in others:
         first = first + loss

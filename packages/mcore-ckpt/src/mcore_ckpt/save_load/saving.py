@@ -1,11 +1,14 @@
-"""Saves logical tensors: each byte once, spread over the ranks, completely or not at all.
+"""Saves logical tensors as one step: each box is written once, by one rank.
 
-Every rank claims its boxes, all compute the same plan, each writes one safetensors file. When
-all files are durable, rank 0 writes the index and then moves the pointer: a kill at any moment
-leaves the previous checkpoint intact. Ranks exchange JSON over tensor collectives.
+1. ``begin``: ranks exchange the boxes that they hold (their claims) and compute the same plan,
+   which assigns each box to one writer. Rank 0 locks the run folder and makes the step folder.
+2. ``write``: each rank writes and flushes its safetensors files; no communication.
+3. ``commit_step``, on rank 0: writes ``index.json``, then the pointer to the newest step.
 
-``save`` has three parts, which a background save calls one by one: ``begin`` plans, ``write``
-makes a rank's files without communication, ``commit_step`` runs on rank 0 alone.
+A step is complete once its index exists, and the index is renamed into place after all files
+are durable: a kill at any moment leaves the previous checkpoint intact. ``save`` calls the
+three parts in turn; a background save runs the second in a thread. Ranks exchange JSON as
+bytes over tensor collectives.
 """
 
 import logging
@@ -68,7 +71,7 @@ class PlannedSave:
     outputs: Mapping[str, Sequence[PlannedTensor]]
     """Entries of this rank's files, by file name."""
     memory: list[Tensor]
-    """Memory of each section of each entry, in order."""
+    """Tensor of each section of each entry, in the order of ``outputs``; read in place."""
     hf_files: Mapping[str, bytes]
     """Small files that make the step a Hugging Face folder; empty: a native checkpoint."""
     attachments: Attachments
@@ -108,7 +111,7 @@ def save(
         hf: make the step a Hugging Face folder too, of the shards named ``model.``; None: no.
         retention: which older steps are deleted once this one is durable.
         plans: kept by the caller between saves, so that unchanged ranks plan and compare
-            replicas only once; None: plan and compare now.
+            replicas only once; None: plan and compare in this call.
 
     Returns:
         The step's folder.
@@ -123,7 +126,7 @@ def save(
     lock = FolderLock(run_folder)
     attachments = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
-        begun = begin(
+        planned = begin(
             run_folder,
             step,
             shards,
@@ -136,11 +139,11 @@ def save(
         )
         chunks: dict[str, Any] = {}
         with raise_on_all_ranks(world):
-            chunks = write(begun, [[tensor] for tensor in begun.memory])
+            chunks = write(planned, [[tensor] for tensor in planned.memory])
         reports = gather_json(chunks, world)
         with raise_on_all_ranks(world):
             if world.rank == 0:
-                commit_step(begun, reports, retention)
+                commit_step(planned, reports, retention)
     finally:
         lock.release()
     return step_folder(run_folder, step)
@@ -166,46 +169,48 @@ def begin(
     plans = plans or PlanCache()
     with raise_on_all_ranks(world):
         final = step_folder(run_folder, step)
-        mine = plans.claims(shards)
+        own_claims = plans.claims(shards)
         attachments = attachments.kept() if world.rank == 0 else Attachments()
-    claims, writes = plans.plan(mine, world)
+    claims, writes = plans.plan(own_claims, world)
     plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
-    made = ""
+    # Rank 0 makes the folder; the other ranks get its path, which may be a temporary name.
+    fresh_folder = ""
     with raise_on_all_ranks(world):
         if world.rank == 0:
             lock.acquire()
-            made = str(make_fresh(final, replace=replace))
-    folder = as_path(gather_json(made, world)[0])
-    own = writes[world.rank]
-    memory = [_memory(one, shards[one.name]) for one in own]
+            fresh_folder = str(make_fresh(final, replace=replace))
+    folder = as_path(gather_json(fresh_folder, world)[0])
+    own_writes = writes[world.rank]
+    memory = [_memory(write, shards[write.name]) for write in own_writes]
     entries: Sequence[PlannedTensor] = plans.entries()
     outputs: dict[str, Sequence[PlannedTensor]] = {}
     hf_files: dict[str, bytes] = {}
-    together: list[Tensor] = []
+    hf_memory: list[Tensor] = []
     if hf is not None and hf_plan is not None:
-        live = dict(zip(own, memory, strict=True))
-        places = {one: place for place, one in enumerate(own)}
-        entries = [entries[places[one]] for one in hf_plan.rest[world.rank]]
-        memory = [live[one] for one in hf_plan.rest[world.rank]]
-        device = travel_device(live.values(), world)
-        together = assemble(hf_plan, live, world=world, device=device)
+        memory_of = dict(zip(own_writes, memory, strict=True))
+        # Tensors of the Hugging Face files are exchanged; the rest stays in this rank's file.
+        entry_of = dict(zip(own_writes, entries, strict=True))
+        entries = [entry_of[write] for write in hf_plan.rest[world.rank]]
+        memory = [memory_of[write] for write in hf_plan.rest[world.rank]]
+        device = travel_device(memory_of.values(), world)
+        hf_memory = assemble(hf_plan, memory_of, world=world, device=device)
         hf_files = hf_plan.small_files(hf.config)
     if entries:
         outputs[f"rank_{world.rank:05d}.safetensors"] = entries
     if hf_plan is not None and hf_plan.names[world.rank]:
         outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
-    memory += together
+    memory += hf_memory
     return PlannedSave(
         run_folder, step, folder, lock, claims, outputs, memory, hf_files, attachments
     )
 
 
-def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
+def write(planned: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
     """Write this rank's files; no communication, so that it can run in a thread.
 
     Args:
-        begun: result of ``begin``.
+        planned: result of ``begin``.
         memory: for each section, tensors whose concatenated bytes are the section.
 
     Returns:
@@ -214,29 +219,32 @@ def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, A
     files: dict[str, list[Any]] = {}
     rows: list[list[Any]] = []
     rest = iter(memory)
-    for name, entries in begun.outputs.items():
-        path = begun.folder / name
+    for name, entries in planned.outputs.items():
+        path = planned.folder / name
         path.unlink(missing_ok=True)
         items = []
         for entry in entries:
-            mine = [next(rest) for _ in entry.sections]
+            parts = [next(rest) for _ in entry.sections]
             size = DTYPE_BYTES[entry.dtype]
-            sections = tuple(prod(one.box[1]) * size for one in entry.sections)
+            sections = tuple(prod(section.box[1]) * size for section in entry.sections)
             items.append(
-                Item(entry.key, entry.dtype, entry.shape, partial(_slabs, mine), sections)
+                Item(entry.key, entry.dtype, entry.shape, partial(_slabs, parts), sections)
             )
         written = write_file(path, items)
         files[name] = [written.entry.num_bytes, written.entry.digest]
-        sections_of_file = [one for entry in entries for one in entry.sections]
+        sections_of_file = [section for entry in entries for section in entry.sections]
         rows += [
-            [one.name, chunk_text(StoredBox(name, place.offset, *one.box, place.checksums))]
-            for one, place in zip(sections_of_file, written.sections, strict=True)
+            [
+                section.name,
+                chunk_text(StoredBox(name, place.offset, *section.box, place.checksums)),
+            ]
+            for section, place in zip(sections_of_file, written.sections, strict=True)
         ]
     return {"files": files, "chunks": rows}
 
 
 def commit_step(
-    begun: PlannedSave,
+    planned: PlannedSave,
     reports: Sequence[Mapping[str, Any]],
     retention: RetentionConfig = KEEP_ALL,
 ) -> Path:
@@ -245,23 +253,28 @@ def commit_step(
     Raises:
         CheckpointError: if another job took over the run folder, or files are not visible.
     """
-    begun.lock.check()
-    index = Index({}, begun.attachments.extra, _files(begun.folder, reports))
-    rows = _rows(begun.claims, reports)
-    for name, source in begun.attachments.folders.items():
-        copy_durably(Path(source), begun.folder / name)
-    for name, content in begun.attachments.files.items():
-        write_durably(begun.folder / name, content)
-    for name, content in begun.hf_files.items():
-        write_durably(begun.folder / name, content)
-    if begun.hf_files:
-        put_tokenizer_at_root(begun.folder)
+    planned.lock.check()
+    # _files fails if rank 0 does not see a file of another rank: the folder is not shared.
+    index = Index({}, planned.attachments.extra, _files(planned.folder, reports))
+    rows = _rows(planned.claims, reports)
+    for name, source in planned.attachments.folders.items():
+        copy_durably(Path(source), planned.folder / name)
+    for name, content in planned.attachments.files.items():
+        write_durably(planned.folder / name, content)
+    for name, content in planned.hf_files.items():
+        write_durably(planned.folder / name, content)
+    if planned.hf_files:
+        put_tokenizer_at_root(planned.folder)
+    # Everything in the folder is durable: now the index, then the pointer.
     final = commit(
-        begun.folder, begun.run_folder, begun.step, finalize_index(index, begun.folder, rows)
+        planned.folder,
+        planned.run_folder,
+        planned.step,
+        finalize_index(index, planned.folder, rows),
     )
-    log.info("saved step %s to %s", begun.step, final)
+    log.info("saved step %s to %s", planned.step, final)
     if retention != KEEP_ALL:
-        prune(begun.run_folder, retention)
+        prune(planned.run_folder, retention)
     return final
 
 
@@ -279,8 +292,8 @@ def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
 
 def _files(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
-    for rank, answer in enumerate(reports):
-        for name, (size, header) in answer["files"].items():
+    for rank, report in enumerate(reports):
+        for name, (size, header) in report["files"].items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
                 raise CheckpointError(
@@ -295,12 +308,12 @@ def _rows(
     claims: Sequence[Mapping[str, Claim]], reports: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Return the index row of each tensor, joined from texts of its writers."""
-    chunks: dict[str, list[str]] = {name: [] for mine in claims for name in mine}
-    for answer in reports:
-        for name, text in answer["chunks"]:
+    chunks: dict[str, list[str]] = {name: [] for claimed in claims for name in claimed}
+    for report in reports:
+        for name, text in report["chunks"]:
             chunks[name].append(text)
     return {
         name: row_text(claim.dtype, claim.shape, chunks[name])
-        for mine in claims
-        for name, claim in mine.items()
+        for claimed in claims
+        for name, claim in claimed.items()
     }

@@ -1,8 +1,12 @@
-"""The engine: each step computes tokens of many requests, which come and go at any time.
+"""The engine: each step computes tokens of all running requests.
+
+Requests may be added and cancelled between any two steps. ``step`` is the body of the loop:
+plan (``Scheduler``), launch the model and choose tokens (``_launch``), read the tokens of the
+launched step (``_finished_tokens``), add them to their sequences (``_add_tokens``).
 
 Continuous batching (Yu et al. 2022, Orca, OSDI) over paged memory (Kwon et al. 2023,
 arXiv:2309.06180). A request's text depends only on its prompt, its sampling and its seed: not
-on other requests, on how its prompt is cut into chunks, or on shared or lost pages.
+on other requests, on how its prompt is cut into chunks, or on shared or preempted pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +91,7 @@ class Engine:
         model: whole or a stage, in eval mode.
         config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
             only the state after the last token, and with proposals of ``mtp``.
-        in_step: ranks that call ``step`` together.
+        in_step: all ranks that call ``step`` together, over all replicas.
         adapters: of the model, one for each request; None: it has none to choose from.
         scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
@@ -324,17 +328,21 @@ class Engine:
         flight = self._flight or self._launch(self._plan())
         self._flight = None
         if flight is None:
+            # No request here. Replicas that share experts exchange tokens in every forward, so
+            # this one runs an empty step with them.
             if self.in_step.size > 1:
                 self.decoder.run(Step(()))
             return []
         if self.runs_ahead:
+            # Launch the next step before the host waits for the tokens of this one: its input
+            # tokens are read on the device.
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
-        new = self._finished_tokens(flight)
+        new = self._finished_tokens(flight)  # waits for the device
         ids: dict[int, list[int]] = {}
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
         self.scheduler.complete(flight.step, ids)
-        events = list(self._take(new, flight.weights_version))
+        events = list(self._add_tokens(new, flight.weights_version))
         if self.model.config.rope_type == "longrope":
             self._recompute_beyond_context()
         return events
@@ -411,10 +419,10 @@ class Engine:
         return flight
 
     def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
-        """Plan the step after a launched one; None if the launched tokens could change it.
+        """Plan the step after a launched one, whose tokens the host has not read.
 
-        They can change it if a text may end, or if penalties, a structure or proposals need
-        the token.
+        None if the plan depends on these tokens: a text may end by its length, or penalties, a
+        structure or proposals need the token on the host.
         """
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
@@ -484,9 +492,10 @@ class Engine:
             self.speculation.accepted += count - 1
         return count
 
-    def _take(
+    def _add_tokens(
         self, new: Sequence[NewToken], weights_version: int
     ) -> Iterator[NewToken | tuple[int, Generation]]:
+        """Add tokens to their sequences; yield the events of ``step``."""
         for token in new:
             request = token.row
             sequence = self._sequences.get(request)

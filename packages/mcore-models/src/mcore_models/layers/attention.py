@@ -1,9 +1,12 @@
 """Self-attention with grouped key/value heads, split by heads over the tensor ranks.
 
-Queries, keys and values are one GEMM. With fewer key/value heads than tensor ranks,
-neighbouring ranks hold the same ones, and each computes its own queries' share of their
-gradient. Under context parallelism ``--cp-comm-type`` determines how ranks get each other's
-keys.
+One GEMM computes queries, keys and values. With fewer key/value heads than tensor ranks,
+neighbouring ranks hold the same key/value heads; the gradient of these heads is the sum of the
+parts that come from each rank's queries. Under context parallelism ``--cp-comm-type``
+determines how ranks get the keys and values of each other's tokens.
+
+The calls, outermost first: ``forward`` (GEMMs), ``_core`` (heads, rotation, gates),
+``_attend_over_cp`` (exchange over context ranks), ``_attend`` (dropout and kernel).
 """
 
 from collections.abc import Callable
@@ -51,15 +54,16 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 
 
 class Attention(nn.Module):
     """Causal self-attention of one layer.
 
     Attributes:
-        qkv: D to this rank's queries, keys, values and any output gates, in this order; layers
-            that read keys of others, or whose values are keys, have fewer.
+        qkv: D to this rank's queries, keys, values and output gates, in this order. Layers
+            that reuse the keys of another layer have no keys and values; layers whose keys
+            are also their values have no values.
         proj: heads to D.
         q_norm, k_norm: norms of each head, or of all heads as one, or None.
         sinks: a score of each of this rank's heads for a sink without a value, or None.
@@ -82,13 +86,13 @@ class Attention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        # A layer that reads keys of another reads them in its state, too: it stores them again
-        # in the same place.
-        self.remembered_as = layer
+        # The layer whose entry of the key/value cache this layer uses. A layer without keys
+        # (--num-kv-shared-layers) uses that of the last layer with keys and an equal window.
+        self.state_layer = layer
         if shared := config.num_kv_shared_layers:
-            own_keys = range(config.num_layers - shared)
-            self.remembered_as = max(
-                i for i in own_keys if is_local(config, i) == self.is_local
+            layers_with_keys = range(config.num_layers - shared)
+            self.state_layer = max(
+                i for i in layers_with_keys if is_local(config, i) == self.is_local
             )
         self.parts = qkv_parts(config)
         outputs = [
@@ -131,7 +135,8 @@ class Attention(nn.Module):
             return SplitRMSNorm(heads * H, axis=tp, **options, **factory_kwargs)
         if config.qk_norm_width == "own_head":
             return HeadNorm(config, heads, axis=tp, **factory_kwargs)
-        # Each rank norms its own heads: their gradient is a share of the sum over ranks.
+        # One weight for all heads, of which each tensor rank norms some: its gradient on a rank
+        # is a part of the sum over tp.
         return build_norm(config, H, replicas=tp, partial=tp, **factory_kwargs)
 
     def layouts(self) -> dict[str, ParamLayout]:
@@ -143,11 +148,13 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "s B D"],
-        inputs: BlockInputs = _NOTHING_MORE,
-    ) -> Float[Tensor, "s B E"]:
-        """Attend from every token to itself and earlier tokens.
+        inputs: BlockInputs = _NO_INPUTS,
+    ) -> Float[Tensor, "s B D"]:
+        """Attend from every token to itself and earlier tokens; returns what the block adds.
 
-        Communicates as the two linears do, and over ``cp``.
+        Under sequence parallelism ``qkv`` all-gathers tokens over tp and ``proj``
+        reduce-scatters its output; otherwise ``proj`` all-reduces. Exchanges over ``cp`` as
+        ``--cp-comm-type`` has it.
 
         Args:
             x: this rank's tokens.
@@ -161,22 +168,23 @@ class Attention(nn.Module):
         return self.proj(mixed)
 
     def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
+        """Compute attention between the GEMMs; ``--recompute-modules core_attn`` repeats it."""
         config = self.config
-        qkv, gate = self._ungated(qkv)
-        q, k, v = self._heads(qkv, self._rotary(inputs), inputs.shared_keys)
-        is_tempered = not self.is_rotated or config.attention_temperature_layers == "all"
-        if inputs.temperature is not None and is_tempered:
+        qkv, gate = self._split_gate(qkv)
+        q, k, v = self._split_heads(qkv, self._rotary(inputs), inputs.shared_keys)
+        has_temperature = not self.is_rotated or config.attention_temperature_layers == "all"
+        if inputs.temperature is not None and has_temperature:
             q = (q * inputs.temperature).to(q.dtype)
         if inputs.state is None:
-            mixed = self._mix(q, k, v, inputs.documents)
+            mixed = self._attend_over_cp(q, k, v, inputs.documents)
         else:
-            remembered = inputs.state.layer(self.remembered_as)
-            rules: dict[str, Any] = {"window": self.window, **self._scores(q)}
-            mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
+            layer_state = inputs.state.layer(self.state_layer)
+            rules: dict[str, Any] = {"window": self.window, **self._score_options(q)}
+            mixed = layer_state.attend(q, k, v, backend=self.backend, **rules)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
         return mixed if gate is None else mixed * gate.sigmoid()
 
-    def _ungated(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _split_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Split the GEMM's output into attention's input and the gates of its output."""
         if not self.config.attention_output_gate:
             return qkv, None
@@ -187,21 +195,21 @@ class Attention(nn.Module):
     def _rotary(self, inputs: BlockInputs) -> RotaryTables | None:
         if not self.is_rotated:
             return None
-        is_other = self.is_local and inputs.local_rotary is not None
-        return inputs.local_rotary if is_other else inputs.rotary
+        has_local_tables = self.is_local and inputs.local_rotary is not None
+        return inputs.local_rotary if has_local_tables else inputs.rotary
 
-    def _scores(self, q: Tensor) -> dict[str, Any]:
-        """Return keyword arguments of ``attend`` for scores that are not plain."""
+    def _score_options(self, q: Tensor) -> dict[str, Any]:
+        """Return the keyword arguments of ``attend`` that change scores: scale, cap, sinks."""
         config, sinks, num_heads = self.config, self.sinks, q.shape[2]
         if sinks is not None and sinks.shape[0] != num_heads:
-            # Heads were exchanged over context ranks: keep this rank's share of sinks.
+            # --cp-comm-type a2a: this rank attends with N/(tp cp) heads; take their sinks.
             sinks = sinks.chunk(self.cp.size)[self.cp.rank]
-        found = {
+        values = {
             "scale": self.score_scale,
             "chunk": self.chunk,
             "softcap": config.attn_logit_softcapping,
         }
-        rules: dict[str, Any] = {name: value for name, value in found.items() if value}
+        rules: dict[str, Any] = {name: value for name, value in values.items() if value}
         if config.position_embedding_type == "alibi":
             rules["slopes"] = self._slopes(q)
         return rules if sinks is None else {**rules, "sinks": sinks}
@@ -211,28 +219,30 @@ class Attention(nn.Module):
         slopes = alibi_slopes(self.config.num_attention_heads, q.device)
         return slopes.chunk(self.tp.size)[self.tp.rank]
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    def _attend_over_cp(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None
+    ) -> Tensor:
         """Attend over the complete sequence, including keys of other context ranks."""
         if self.tracker is not None and self.training:
             rules: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
             rules |= {"scale": self.score_scale, "documents": documents}
             self.tracker.note(largest_scores(q, k, cp=self.cp, **rules))
-        on_rank = partial(self._attend, documents=documents)
+        attend_on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
-            return on_rank(q, k, v)
+            return attend_on_rank(q, k, v)
         if self.comm_type == "a2a":
-            return ulysses_attention(q, k, v, self.cp, on_rank)
-        is_whole = self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer)
-        if is_whole:
-            return context_attention(q, k, v, self.cp, on_rank)
+            return ulysses_attention(q, k, v, self.cp, attend_on_rank)
+        if self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer):
+            # Windows and the like: attend to gathered keys in one call, not block by block.
+            return context_attention(q, k, v, self.cp, attend_on_rank)
         if self.comm_type == "a2a+p2p":
             exchange, ring = self.cp_levels
-            in_ring = partial(self._by_blocks, ring_attention, ring, documents)
-            return ulysses_attention(q, k, v, exchange, in_ring)
-        by_blocks = ring_attention if self.comm_type == "p2p" else gathered_attention
-        return self._by_blocks(by_blocks, self.cp, documents, q, k, v)
+            attend_in_ring = partial(self._attend_in_blocks, ring_attention, ring, documents)
+            return ulysses_attention(q, k, v, exchange, attend_in_ring)
+        block_attention = ring_attention if self.comm_type == "p2p" else gathered_attention
+        return self._attend_in_blocks(block_attention, self.cp, documents, q, k, v)
 
-    def _by_blocks(
+    def _attend_in_blocks(
         self,
         attention: Callable[..., Tensor],
         axis: Axis,
@@ -244,13 +254,15 @@ class Attention(nn.Module):
         """Attend in blocks of the score matrix to the keys of all ranks of an axis."""
         width = q.shape[-1]
         scale = self.score_scale or width**-0.5
-        if scale != width**-0.5:  # blocks divide by the square root of the head's width
+        if scale != width**-0.5:
+            # Blocks scale scores by width**-0.5: queries carry the rest of the factor.
             q = q * (scale * width**0.5)
         return attention(q, k, v, axis, blocks_for(q, v, self.backend), documents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so that each rank drops different weights.
+        # Tensor ranks have different heads, with or without sequence parallelism: each rank
+        # draws its own mask.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
             return self.attend(
@@ -261,19 +273,19 @@ class Attention(nn.Module):
                 dropout_prob=prob,
                 documents=documents,
                 backend=self.backend,
-                **self._scores(q),
+                **self._score_options(q),
             )
 
-    def _heads(
+    def _split_heads(
         self,
         qkv: Tensor,
         rotary: RotaryTables | None,
         shared_keys: dict[bool, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-        """Split the GEMM's output into heads, norm and rotate them.
+        """Split the GEMM's output into heads, norm and rotate them; return q, k, v.
 
-        Keys and values are read from ``shared_keys`` if the layer has none of its own, else
-        written to it.
+        With ``shared_keys``, a layer with keys writes keys and values to it, and a layer
+        without keys reads them from it.
         """
         H = head_dim(self.config)
         kernel = None if rotary is None else rotary_kernel(self.config)
@@ -284,6 +296,7 @@ class Attention(nn.Module):
                 args = self.q_norm.weight, self.k_norm.weight, *args
                 constants["epsilon"] = self.q_norm.epsilon
                 constants["offset"] = float(self.q_norm.zero_centered)
+            # One kernel for the split, both norms and the rotation, where it can run.
             if kernel.takes(qkv, *args, **constants):
                 q, k, v = kernel.launch(qkv, *args, **constants)
                 if shared_keys is not None:
@@ -292,32 +305,32 @@ class Attention(nn.Module):
         names = [part for part in self.parts if part != "gate"]
         split = qkv.split(self.qkv.output_sizes[: len(names)], dim=-1)
         parts = dict(zip(names, split, strict=True))
-        q = self._placed(parts["q"], self.q_norm, rotary)
+        q = self._norm_and_rotate(parts["q"], self.q_norm, rotary)
         if shared_keys is not None and "k" not in parts:
             return q, *shared_keys[self.is_local]
-        k = self._placed(parts["k"], self.k_norm, rotary)
-        v = parts.get("v", parts["k"]).unflatten(-1, (-1, H))
+        k = self._norm_and_rotate(parts["k"], self.k_norm, rotary)
+        v = parts.get("v", parts["k"]).unflatten(-1, (-1, H))  # without v, keys are values
         if self.config.value_norm:
             v = l2_normed(v, self.config.norm_epsilon)
         if shared_keys is not None:
             shared_keys[self.is_local] = (k, v)
         return q, k, v
 
-    def _placed(
+    def _norm_and_rotate(
         self, x: Float[Tensor, "S B X"], norm: nn.Module | None, rotary: RotaryTables | None
     ) -> Float[Tensor, "S B N H"]:
         """Split queries or keys into heads, norm and rotate them."""
         config, H = self.config, head_dim(self.config)
         if norm is None:
-            return self._rotated(x.unflatten(-1, (-1, H)), rotary)
+            return self._rotate(x.unflatten(-1, (-1, H)), rotary)
         if config.qk_norm_width == "layer":
-            return self._rotated(norm(x).unflatten(-1, (-1, H)), rotary)
+            return self._rotate(norm(x).unflatten(-1, (-1, H)), rotary)
         x = x.unflatten(-1, (-1, H))  # N*H -> N, H
         if config.qk_norm_after_rope:
-            return norm(self._rotated(x, rotary))
-        return self._rotated(norm(x), rotary)
+            return norm(self._rotate(x, rotary))
+        return self._rotate(norm(x), rotary)
 
-    def _rotated(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+    def _rotate(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
         """Rotate heads, and with ``--qk-l2-norm`` divide them by their root mean square."""
         if rotary is None:
             return x

@@ -38,8 +38,9 @@ class TransformerBlock(ResidualBlock):
     ``attention_post_norm``, ``mlp_post_norm``.
 
     Attributes:
-        mixers: names of the modules that mix, in order; see ``MIXERS``.
-        norms: of each mixer, the names of the norms before and after it; empty: no norm.
+        mixers: names of this layer's mixers (modules of the block), in order; see ``MIXERS``.
+        norms: for each mixer, the names of the norm of its input and of the norm of its output;
+            an empty name: no norm.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class TransformerBlock(ResidualBlock):
 
         Args:
             setup: config, context and options of the layer.
-            mixers: of this layer; empty: those of the config.
-            parts: functions of the setup that build modules in place of mixers, by the
-                mixer's name; added to the setup's own. A module is called as the mixer that
-                it replaces: attention with the normed stream and the keyword ``inputs``, mlp
-                with the stream alone.
+            mixers: names of the layer's mixers; empty: as the config has them for this layer.
+            parts: builders of replacements for mixers, by the mixer's name; they win over
+                those of ``setup.parts``. A replacement is called as the mixer is: attention
+                with the normed stream and the keyword ``inputs``, mlp with the normed stream
+                alone.
 
         Raises:
-            ValueError: for a part of a name that no mixer has; for ``--parallel-residual``.
+            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual`` asks
+                for the other class of block.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
@@ -71,8 +73,8 @@ class TransformerBlock(ResidualBlock):
             raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
         self.mixers = mixers or layer_mixers(config, setup.moe)[setup.layer]
         self.norms = layer_norms(config, self.mixers)
-        for name, around in zip(self.mixers, self.norms, strict=True):
-            for norm_name in filter(None, around):
+        for name, norm_names in zip(self.mixers, self.norms, strict=True):
+            for norm_name in filter(None, norm_names):
                 self.add_module(norm_name, stream_norm(config, ctx, **setup.factory_kwargs))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
         self.output_scale = None
@@ -83,24 +85,27 @@ class TransformerBlock(ResidualBlock):
         """Transform the residual stream; communicates as the mixers do.
 
         Args:
-            stream: ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
-            inputs: see ``Attention``.
+            stream: ``[S, B, D]``; under sequence parallelism this rank's ``[S/tp, B, D]``.
+            inputs: rotary tables, documents and state, equal for all layers.
 
         Returns:
-            The stream; the next norm adds the last mixer's output to it.
+            The stream. The output of the last mixer is in ``branch``, not yet added to ``x``:
+            the norm that reads the stream next adds it, in one kernel.
         """
-        return self._scaled(self._through(stream, inputs, len(self.mixers)))
+        return self._scale_output(self._run_mixers(stream, inputs, len(self.mixers)))
 
-    def _scaled(self, stream: Residual) -> Residual:
+    def _scale_output(self, stream: Residual) -> Residual:
         """Multiply the stream by the layer's ``--layer-output-scale``, if it has one."""
         if self.output_scale is None:
             return stream
         return Residual(self.output_scale(stream.total()), None, stream.aux)
 
-    def _through(self, stream: Residual, inputs: BlockInputs, num_mixers: int) -> Residual:
+    def _run_mixers(self, stream: Residual, inputs: BlockInputs, num_mixers: int) -> Residual:
+        """Run the first ``num_mixers`` residual halves of the layer."""
         for name, (norm, post_norm) in zip(self.mixers[:num_mixers], self.norms, strict=False):
             mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
-            # x = x + dropout(post_norm(mixer(norm(x))))
+            # x = x + dropout(post_norm(mixer(norm(x)))), in two calls: mix returns the mixer's
+            # output y and the stream that it has read; add applies post_norm and dropout to y.
             y, stream = self.mix(stream, self._norm(norm), mixer, recomputed_as)
             stream = self.add(stream, y, self._norm(post_norm))
         return stream
@@ -121,12 +126,13 @@ class TransformerBlock(ResidualBlock):
     def to_experts(
         self, stream: Residual, inputs: BlockInputs
     ) -> tuple[Residual, RoutedTokens]:
-        """Run the layer up to the dispatch of tokens; sizes do not depend on the routing.
+        """Run the layer up to the dispatch of tokens; return the stream and the routed tokens.
 
-        ``from_experts`` runs the rest. Together they are ``forward``, except that
-        ``--recompute-modules moe`` has no effect.
+        No tensor's size depends on the routing, so this half can be a CUDA graph.
+        ``from_experts`` runs the other half. The two compute what ``forward`` computes, but
+        ``--recompute-modules moe`` has no effect on them.
         """
-        stream = self._through(stream, inputs, len(self.mixers) - 1)
+        stream = self._run_mixers(stream, inputs, len(self.mixers) - 1)
 
         def route(x: Tensor) -> RoutedTokens:
             return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
@@ -138,7 +144,7 @@ class TransformerBlock(ResidualBlock):
         """Dispatch tokens, run the experts and add their output to the stream."""
         y = self._experts().run_experts(routed).view(stream.x.shape)
         stream = self.add(stream, (y, routed.aux_loss), self._norm(self.norms[-1][1]))
-        return self._scaled(stream)
+        return self._scale_output(stream)
 
     def _experts(self) -> MoELayer:
         return cast("MoELayer", self.get_submodule("moe"))
@@ -152,15 +158,16 @@ class ParallelBlock(TransformerBlock):
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do."""
-        # With one norm, the other mixers have none: all read the output of the first one's.
-        shared, *others = (self._norm(before) for before, _ in self.norms)
-        has_one_norm = all(norm is _NO_NORM for norm in others)
-        stream_norm = shared if has_one_norm else _NO_NORM
-        own_norms = [_NO_NORM if has_one_norm else shared, *others]
+        # --parallel-residual one_norm: only the first mixer has a norm. It becomes the norm of
+        # the stream, and all mixers read its output. two_norms: each mixer applies its own.
+        first_norm, *other_norms = (self._norm(before) for before, _ in self.norms)
+        has_one_norm = all(norm is _NO_NORM for norm in other_norms)
+        stream_norm = first_norm if has_one_norm else _NO_NORM
+        mixer_norms = [_NO_NORM if has_one_norm else first_norm, *other_norms]
 
-        def add_up(x: Tensor) -> MixerOutput:
+        def sum_of_mixers(x: Tensor) -> MixerOutput:
             total, aux_losses = None, []
-            for name, norm in zip(self.mixers, own_norms, strict=True):
+            for name, norm in zip(self.mixers, mixer_norms, strict=True):
                 mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
                 output = self.recomputing(mixer, recomputed_as)(norm(x))
                 if isinstance(output, tuple):
@@ -170,12 +177,12 @@ class ParallelBlock(TransformerBlock):
             assert total is not None
             return (total, sum(aux_losses[1:], aux_losses[0])) if aux_losses else total
 
-        y, stream = self.mix(stream, stream_norm, add_up)
+        y, stream = self.mix(stream, stream_norm, sum_of_mixers)
         return self.add(stream, y)
 
     @property
     def stops_at_experts(self) -> bool:
-        """False: experts and attention read one input."""
+        """False: attention and experts read one input, so no half ends before experts."""
         return False
 
 

@@ -1,8 +1,8 @@
 """The table of mixers: attention, feed-forward layers, experts, recurrent layers.
 
 A layer is a sequence of residual halves, each a norm and one mixer;
-``logical_tensors.layer_mixers`` lists those of each layer. A new kind of layer is one entry
-here, one in ``logical_tensors.MIXER_SHAPES`` for its names and shapes, and its module.
+``logical_tensors.layer_mixers`` lists the mixers of each layer. CONTRIBUTING.md lists the other
+tables in which a new kind of layer needs a row ("A new layer kind").
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,8 @@ def _build_mlp(setup: LayerSetup) -> MLP:
 
 
 def _build_experts(setup: LayerSetup) -> MoELayer:
-    # Layers outside of fp8 have experts in the model's dtype, too.
+    # --moe-experts-dtype applies in the layers whose linears run in fp8: the first and last
+    # layers may be excluded from fp8.
     is_narrow = setup.moe.moe_experts_dtype and setup.gemms.casts is not None
     moe = setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype="")
     network = ExpertNetwork(

@@ -63,7 +63,7 @@ from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParal
 LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, as in DeepSeek's release, whatever other norms
 have."""
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 
 
 class Indexer(nn.Module):
@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
         """Attend from every token to itself and earlier tokens.
 

@@ -26,7 +26,7 @@ from mcore_moe.activations import gelu_tanh
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
 
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 
 
 class PerLayerEmbedding(nn.Module):
@@ -106,7 +106,7 @@ class LayerInput(nn.Module):
         self.proj = ReplicatedLinear(P, D, **options)
 
     def forward(
-        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
         """Gate and project this layer's vectors; no communication."""
         assert inputs.layer_inputs is not None, "a model computes these before its layers"

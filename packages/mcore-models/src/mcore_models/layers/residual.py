@@ -27,7 +27,10 @@ MixerOutput = Tensor | tuple[Tensor, Tensor]
 
 
 class Residual(NamedTuple):
-    """The stream between two layers: the sum of ``x`` and ``branch``."""
+    """The residual stream between two layers, as a sum that is not computed yet.
+
+    The stream is ``x + branch``: the norm that reads it next adds and norms in one kernel.
+    """
 
     x: Float[Tensor, "s B D"]
     branch: Float[Tensor, "s B D"] | None
@@ -103,7 +106,12 @@ def stream_norm(
 def stream_dropout(
     config: TransformerConfig, ctx: ParallelContext, streams: RngStreams
 ) -> StreamDropout:
-    """Build dropout of the stream, drawn from the random stream of a rank's tokens."""
+    """Build the dropout of mixers' outputs and of the embedding.
+
+    Under sequence parallelism each tensor rank has different tokens, and draws its own mask
+    from ``tensor_parallel``. Otherwise all tensor ranks have the same tokens, and draw one mask
+    from ``replicated``: with unequal masks their copies of the stream would differ.
+    """
     stream = "tensor_parallel" if stream_cuts(ctx).size > 1 else "replicated"
     return StreamDropout(config.hidden_dropout, streams, stream)
 
@@ -111,11 +119,11 @@ def stream_dropout(
 class ResidualBlock(nn.Module):
     """A layer that adds the outputs of its mixers to the residual stream.
 
-    Subclasses combine ``mix`` and ``add``. Selective recomputation is implemented here only;
-    mixers and norms are not involved.
+    A residual half is ``y, stream = mix(stream, norm, mixer)``, then
+    ``stream = add(stream, y)``. Selective recomputation wraps mixers here, from outside.
 
     Attributes:
-        dropout: of every mixer's output.
+        dropout: applied to every mixer's output before it is added.
         streams: random streams that the mixers draw from.
         recomputed: ``--recompute-modules``.
         multiplier: factor on every mixer's output.
@@ -143,9 +151,9 @@ class ResidualBlock(nn.Module):
 
         Args:
             stream: x, and an output that the norm adds to it.
-            norm: of the stream.
+            norm: applied to the stream before the mixer.
             mixer: the mixer, as a function of the normed stream.
-            recomputed_as: its name among ``--recompute-modules``; empty: none.
+            recomputed_as: the mixer's name among ``--recompute-modules``; empty: it has none.
         """
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:

@@ -1,12 +1,13 @@
 """Dispatch and combine by an all-to-all of rows, in parts where a rank would get too many.
 
-Routing decides how many rows a rank gets: at worst all tokens of all ranks choose its experts.
-With ``moe_expert_rows_limit`` every rank computes at most a given number of rows at once. If
-one rank would get more, all ranks exchange and compute in as many parts as needed, and backward
-computes each part again. So the worst routing costs time, never memory, and even routing
-costs nothing. What a rank sends and gets back is bounded by its own tokens. Where no rank gets
-too many rows, ``moe_split_batch_overlap`` cuts the rows in two: the exchange of one half runs
-during the GEMMs of the other, forward and backward.
+A row is one token's copy for one of its experts. The routing determines how many rows a rank
+receives: at worst all rows of all ranks. ``moe_expert_rows_limit`` bounds the rows that a rank
+computes at once, as a multiple of the mean. If one rank would receive more, all ranks exchange
+and compute in several parts, and backward recomputes each part: uneven routing then costs time
+and no memory, and balanced routing runs in one part. The rows that a rank sends and gets back
+are at most k for each of its tokens. If no rank exceeds the limit, ``moe_split_batch_overlap``
+cuts the rows in two: the exchange of one half overlaps the GEMMs of the other, in forward and
+backward.
 """
 
 from collections.abc import Callable
@@ -115,6 +116,7 @@ class AllToAllDispatcher(Dispatcher):
         splits, totals = self.exchange_counts(plan.counts)
         plan = trimmed(plan, sum(splits.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
+        # The fullest rank determines the number of parts, which all ranks compute alike.
         mean = max(1.0, sum(totals) / len(totals))
         num_parts = max(1, ceil(max(totals) / (limit * mean))) if limit else 1
         if num_parts == 1 and not splits_batch:
@@ -132,7 +134,8 @@ class AllToAllDispatcher(Dispatcher):
             outputs = self._run_overlapped(experts, parts, options.overlap)
         else:
             outputs = [recompute(partial(self._run_rows, experts), *part) for part in parts]
-        # Outputs are sorted by part, then by destination; rows by destination, then by part.
+        # ``outputs`` are sorted by part, then by destination rank; ``unpermute`` needs the
+        # order of ``rows``: by destination rank, then by part.
         blocks = [y.split(part.send) for y, part in zip(outputs, part_splits, strict=True)]
         y = torch.cat([rows for block in zip(*blocks, strict=True) for rows in block])
         return unpermute(y, plan)
@@ -151,8 +154,8 @@ class AllToAllDispatcher(Dispatcher):
         splits, _ = self.exchange_counts(plan.counts)
         plan = trimmed(plan, sum(splits.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        sent = self.dispatch_rows(rows, probs, splits, options.overlap)
-        return replace(sent, handle=(plan, splits))
+        dispatched = self.dispatch_rows(rows, probs, splits, options.overlap)
+        return replace(dispatched, handle=(plan, splits))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, AllToAllSplits]
@@ -174,15 +177,16 @@ class AllToAllDispatcher(Dispatcher):
         num_local = counts.numel() // ep.size
         by_ep = all_gather(counts[None], ep)  # [ep, E]
         by_rank = all_gather(by_ep[None], self.expert_tp)  # [expert_tp, ep, E]
+        # This rank's experts are a contiguous range: [expert_tp, ep, E] -> [expert_tp, ep, e]
         by_source = by_rank.narrow(2, ep.rank * num_local, num_local)
         send = counts.view(ep.size, -1).sum(1)
         totals = by_rank.sum((0, 1)).view(ep.size, -1).sum(1)
-        # One copy to the host for all three: each copy is a wait.
-        host = torch.cat([send, totals, by_source.sum(-1).reshape(-1)]).tolist()
-        rest = host[2 * ep.size :]
-        receive = [rest[i : i + ep.size] for i in range(0, len(rest), ep.size)]
-        splits = AllToAllSplits(host[: ep.size], receive, by_source.flatten(0, 1))
-        return splits, host[ep.size : 2 * ep.size]
+        # One copy to the host for all three numbers: each copy waits for the device.
+        on_host = torch.cat([send, totals, by_source.sum(-1).reshape(-1)]).tolist()
+        received = on_host[2 * ep.size :]  # [expert_tp * ep]
+        receive = [received[i : i + ep.size] for i in range(0, len(received), ep.size)]
+        splits = AllToAllSplits(on_host[: ep.size], receive, by_source.flatten(0, 1))
+        return splits, on_host[ep.size : 2 * ep.size]
 
     def dispatch_rows(
         self,
@@ -271,8 +275,10 @@ class AllToAllDispatcher(Dispatcher):
         overlap: Overlap | None = None,
     ) -> Tensor:
         """Dispatch rows, run the experts and return the outputs in the rows' order."""
-        sent = self.dispatch_rows(rows, probs, splits, overlap)
-        return self.combine_rows(experts(sent.x, sent.probs, sent.plan), splits)
+        dispatched = self.dispatch_rows(rows, probs, splits, overlap)
+        return self.combine_rows(
+            experts(dispatched.x, dispatched.probs, dispatched.plan), splits
+        )
 
     def _run_overlapped(
         self,
@@ -284,17 +290,17 @@ class AllToAllDispatcher(Dispatcher):
 
         Backward does the same, last part first.
         """
-        received = [
+        dispatching = [
             self.begin_dispatch_rows(rows, probs, splits) for splits, rows, probs in parts
         ]
         if overlap is not None:
             overlap()
-        returned = []
-        for wait in received:
-            sent = wait()
-            y = experts(sent.x, sent.probs, sent.plan)
-            returned.append(self.begin_combine_rows(y, sent.handle))
-        return [wait() for wait in returned]
+        combining = []
+        for wait in dispatching:
+            dispatched = wait()
+            y = experts(dispatched.x, dispatched.probs, dispatched.plan)
+            combining.append(self.begin_combine_rows(y, dispatched.handle))
+        return [wait() for wait in combining]
 
 
 def _experts_of_rows(by_source: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:

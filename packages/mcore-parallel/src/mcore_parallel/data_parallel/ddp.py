@@ -1,14 +1,14 @@
-"""Data parallelism from outside: gradients accumulate in buckets and are summed over ranks.
+"""Data parallelism with replicated weights: gradients accumulate in buckets, summed over ranks.
 
-``DataParallel`` hooks into the parameters of plain modules. Each backward adds ``.grad``
-into ``main_grad`` and frees it; after the last micro-batch ``finish`` leaves every gradient
-summed: over the ranks that hold parts of it, over tied copies, over data. Nothing is
-averaged: losses are divided by global counts before backward.
+``DataParallel`` hooks into the parameters of plain modules. Each backward adds ``.grad`` to the
+main gradient and frees it. After the last micro-batch ``finish`` completes the sums of every
+gradient: partial gradients over tensor ranks, tied copies over stages, then all over data and
+context ranks. Nothing is averaged: losses are divided by global counts before backward.
 
-With ``overlap_grad_reduce`` a bucket's sum over data starts inside the last backward. All
-ranks start buckets in one fixed order: a bucket that misses a gradient on some rank (an
-expert without tokens) holds the later ones there until ``finish``, so that no two ranks
-ever meet in different collectives.
+With ``overlap_grad_reduce`` a bucket's reduce-scatter over data ranks starts inside the last
+backward. All ranks start buckets in one fixed order, so that they call collectives in the same
+order: a bucket that lacks a gradient on a rank (an expert without tokens) delays the buckets
+after it on that rank until ``finish``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -127,7 +127,7 @@ class DataParallel(GradientSync):
         return self._is_finished
 
     def zero_grad(self) -> None:
-        """Forget all main gradients and expect the first micro-batch.
+        """Reset all main gradients before the first micro-batch of a step.
 
         They are zero afterwards, except where a layer's first GEMM of the step overwrites
         them (``grad_slot.overwrites``).
@@ -142,7 +142,7 @@ class DataParallel(GradientSync):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate inside: for every micro-batch but the last."""
+        """Accumulate gradients without sums over data ranks, within the block."""
         before = self._is_syncing, self._is_syncing_weights
         self._is_syncing = [False] * len(self._is_syncing)
         self._is_syncing_weights = [False] * len(self._is_syncing)
@@ -152,19 +152,19 @@ class DataParallel(GradientSync):
             self._is_syncing, self._is_syncing_weights = before
 
     def start_sync(self, chunk: int) -> None:
-        """Let one chunk's buckets start under the backward that comes: its last.
+        """Let one chunk's buckets be reduced during its next backward, which is its last.
 
-        For pipelines, whose chunks meet their last micro-batch at different times; called
-        inside ``no_sync``, and lasts until its end. Weights that a ``WeightQueue`` serves
-        wait for ``start_weight_sync``.
+        For pipelines, whose chunks run their last micro-batch at different times. Called
+        within ``no_sync``, until whose end it has effect. Weights whose gradients a
+        ``WeightQueue`` defers wait for ``start_weight_sync``.
         """
         self._is_syncing = [s or i == chunk for i, s in enumerate(self._is_syncing)]
 
     def start_weight_sync(self, chunk: int) -> None:
-        """Do as ``start_sync`` for weights whose gradients a ``WeightQueue`` puts off.
+        """Do what ``start_sync`` does, for weights whose gradients a ``WeightQueue`` defers.
 
-        Called before the last of them are made: what was put off by earlier micro-batches
-        may still come after ``start_sync``.
+        Called before the last deferred gradients are computed: those of earlier micro-batches
+        may be computed after ``start_sync``.
         """
         syncing = self._is_syncing_weights
         self._is_syncing_weights = [s or i == chunk for i, s in enumerate(syncing)]
@@ -265,7 +265,7 @@ class DataParallel(GradientSync):
         return shards_of(weights, self.ctx.data_axes())
 
     def remove_hooks(self) -> None:
-        """Give the parameters back: backward fills ``.grad`` again."""
+        """Detach from the parameters: backward fills ``.grad`` again."""
         for handle in self._handles:
             handle.remove()
         if self._gathering is not None:

@@ -1,13 +1,17 @@
-"""Update rules over the units of a ``GradientSync``: sharded over data ranks, or whole.
+"""The optimizer of all data-parallel engines: applies update rules to what this rank owns.
 
-One implementation: this rank updates what it owns of every unit, which is a slice where the
-engine shards (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054) and all of it otherwise. 16-bit
-weights have float32 main weights; float32 and float64 weights are their own. After the update
-the engine gathers the weights, or its modules do where they need them.
+A ``GradientSync`` lists its weights in units (buckets, or parameters sharded by FSDP2). This
+rank owns a flat range of every unit: a slice if the engine shards the optimizer (ZeRO,
+Rajbhandari et al. 2020, arXiv:1910.02054), else the whole unit. 16-bit weights have float32
+main weights; float32 and float64 weights are their own main weights. After the update the
+engine all-gathers the weights; under FSDP2 the modules gather them in forward.
 
-A flat range has no shapes, so what depends on them (weight decay, which rank counts in the
-norm, what a checkpoint holds) comes from the parameters' layouts. A ``MatrixRule`` gets whole
-matrices by a ``MatrixExchange``, between two elementwise parts on the ranges.
+Three levels, from large to small: a **unit** is what the engine communicates at once; a
+**segment** is a part of the rank's range with one rule and with its state in one place (device
+or host); a **run** is a part of a segment with one ``UpdateGroup``, updated by one call.
+A flat range has no shapes: weight decay, the share of the norm and the boxes of a checkpoint
+come from the parameters' layouts. A ``MatrixRule`` gets whole matrices by a
+``MatrixExchange``, between two elementwise parts on the runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,11 +61,11 @@ from mcore_parallel.optimizers.update_rule import (
 )
 from mcore_parallel.sharding import NamedParameter, Shard
 
-_RUN = 1 << 24
-"""Elements that are updated at one time, which bounds temporary memory."""
+_MAX_ELEMENTS = 1 << 24
+"""Most elements that one call updates, which bounds the temporary memory of casts and masks."""
 
 RowFactors = Mapping[str, Float[Tensor, " F"]]
-"""By the name of a parameter one factor for each of this rank's rows."""
+"""By parameter name: one factor for each of the parameter's rows on this rank."""
 
 NO_FACTORS: RowFactors = MappingProxyType({})
 NO_RATES: Mapping[str, float] = MappingProxyType({})
@@ -69,7 +73,7 @@ NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Numbers of one step."""
+    """The arguments of ``step``: equal for all runs of one step."""
 
     num_steps: int
     lr: float
@@ -82,17 +86,23 @@ class _Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A part of a step: of one run, or of one chunk of matrices."""
+    """One piece of work of a step, on one run or on one chunk of matrices.
+
+    ``update`` is the whole work on a run of an elementwise rule. For matrices: ``message``
+    writes a run's messages, ``send`` starts the exchange of a chunk, ``compute`` computes the
+    directions of the matrices that this rank owns, ``receive`` returns the directions of this
+    rank's runs, ``apply`` updates the weights of a run, ``free`` drops the chunk's memory.
+    """
 
     kind: Literal["update", "message", "send", "compute", "receive", "apply", "free"]
     chunk: int = -1
     run: SegmentRun | None = None
     begin: int = 0
-    """Of the run in the flat tensors of its chunk."""
+    """Offset of the run in the flat tensors of its chunk."""
 
 
 class DistributedOptimizer:
-    """Update rules on main gradients, over the ranges that this rank owns.
+    """Applies update rules to the ranges of weights that this rank owns.
 
     Attributes:
         rule: default rule, of parameters without a group.
@@ -117,23 +127,25 @@ class DistributedOptimizer:
         ranks of the pipeline stage, before anything is allocated.
 
         Args:
-            data_parallel: holds weights and gradients; decides who owns which range.
-            rule: how a range is updated, and which moments it keeps.
-            group_of: rule and rates of each parameter; None: ``rule`` for all, and matrices
-                decay.
-            host_share: of the state that is kept in host memory, the first in the order of
-                updates: main weights, if they are apart from the weights, and moments.
-            host_folder: where that state is in a file instead, see ``allocate_state_file``.
-            has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
-                stochastically after an update in float32.
-            ema_decay: share that an exponential moving average of the weights keeps of itself
-                in an update; 0: there is none.
-            matrix_tp_mode: what tensor ranks do with matrices that they share, see
+            data_parallel: the engine, which holds weights and gradients and assigns ranges to
+                ranks.
+            rule: the update of parameters without a group.
+            group_of: returns the rule and rates of a parameter; None: ``rule`` for all, with
+                weight decay of matrices alone.
+            host_share: share of main weights and moments that is kept in host memory, first
+                those that are updated first; 0 to 1.
+            host_folder: folder of a file that holds this share in place of host memory, see
+                ``allocate_state_file``; empty: memory.
+            has_main: keep float32 main weights of 16-bit weights. Without them bfloat16
+                weights are updated in float32 and rounded stochastically.
+            ema_decay: factor on the exponential moving average of the weights in each update;
+                0: no average is kept.
+            matrix_tp_mode: how tensor ranks update a matrix that they share, see
                 ``MuonConfig.muon_tp_mode``.
 
         Raises:
-            ValueError: if ``has_main`` is off for weights that are neither bfloat16 nor wide,
-                or that an engine keeps in float32; or the host or the folder has no room.
+            ValueError: if ``has_main`` is False for float16 weights, or for weights of which
+                the engine keeps float32 copies; if the host or the folder has too little room.
         """
         self.data_parallel = data_parallel
         self.rule = rule
@@ -152,9 +164,9 @@ class DistributedOptimizer:
             self._exchange = MatrixExchange(order, groups, stage, device, matrix_tp_mode)
         if not has_main:
             check_rounding(data_parallel.units)
-        shared_out = list(share_out(order, groups, host_share))
+        parts_of_units = list(share_out(order, groups, host_share))
         has_average = ema_decay > 0.0
-        size = bytes_on_host(shared_out, has_main, has_average)
+        size = bytes_on_host(parts_of_units, has_main, has_average)
         if host_folder:
             memory = allocate_state_file(size, host_folder)
         else:
@@ -163,7 +175,7 @@ class DistributedOptimizer:
             unit: [
                 new_segment(unit, part, has_main, has_average, memory.zeros) for part in parts
             ]
-            for unit, parts in shared_out
+            for unit, parts in parts_of_units
         }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
         chunk_of = {} if self._exchange is None else self._exchange.chunk_of
@@ -172,8 +184,8 @@ class DistributedOptimizer:
             for unit, segments in self._segments.items()
         }
         self._work = _plan_step(runs, self._exchange)
-        in_turn = (work.run for works in self._work.values() for work in works)
-        on_host = [run for run in in_turn if run is not None and run.on_host]
+        runs_in_order = (work.run for works in self._work.values() for work in works)
+        on_host = [run for run in runs_in_order if run is not None and run.on_host]
         self._host = HostUpdates(
             [run.state() for run in on_host],
             CudaQueues(device) if device.type == "cuda" and on_host else None,
@@ -205,13 +217,14 @@ class DistributedOptimizer:
             lr: learning rate.
             weight_decay: decoupled decay; each ``UpdateGroup`` has a factor on it.
             grad_scale: multiplies the gradients first: a clip coefficient.
-            row_factors: multiply rows of parameters after their update, by the parameters'
-                names: one factor for each row of this rank, equal on all that hold the row.
+            row_factors: factors by which rows of parameters are multiplied after the update,
+                equal on all ranks that hold a row.
             named_lrs: learning rates of the groups with an ``lr_name``.
-            is_applied: equal on all ranks, read on the device: where it is false, weights and
-                state keep all their bits, and the caller takes one from ``num_steps`` once it
-                learns of it. None: the step is applied. A mask costs copies of the state, but
-                not for a ``MaskableRule`` without ``ema_decay`` and ``row_factors``.
+            is_applied: a mask that is equal on all ranks and read on the device. If it is
+                false, weights and state keep all their bits; the caller subtracts one from
+                ``num_steps`` when the host has read the mask. None: the step is applied. The
+                mask costs copies of the state, except for a ``MaskableRule`` without
+                ``ema_decay`` and ``row_factors``.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -231,15 +244,15 @@ class DistributedOptimizer:
             for unit in self.data_parallel.gathering():
                 for work in self._work[unit]:
                     if work.run is None or not work.run.on_host:
-                        self._do(work, work.run, rates, flats)
+                        self._run_work(work, work.run, rates, flats)
                         continue
                     with self._host.next_piece() as state:
-                        self._do(work, work.run.with_state(state), rates, flats)
+                        self._run_work(work, work.run.with_state(state), rates, flats)
 
-    def _do(
+    def _run_work(
         self, work: _Work, run: SegmentRun | None, rates: _Rates, flats: dict[int, Tensor]
     ) -> None:
-        """Do one part of a step; ``run`` is its run, with its state on the device."""
+        """Do one piece of work; ``run`` is the run of ``work`` with its state on the device."""
         exchange, chunk = self._exchange, work.chunk
         if work.kind == "update":
             assert run is not None
@@ -267,13 +280,15 @@ class DistributedOptimizer:
     def _update(
         self, run: SegmentRun, rates: _Rates, change: Tensor, *, is_direction: bool
     ) -> None:
-        """Update one run by the rule; in bfloat16 in float32, and rounded stochastically.
+        """Update the weights of one run in place.
+
+        bfloat16 main weights are updated in float32 and rounded stochastically.
 
         Args:
-            run: of an elementwise rule, or of a matrix rule after the exchange.
-            rates: of the step.
-            change: gradients, or directions times their factors.
-            is_direction: whether ``change`` holds directions of a matrix rule.
+            run: weights, moments and group.
+            rates: arguments of the step.
+            change: gradients of an elementwise rule, or directions of a matrix rule.
+            is_direction: whether ``change`` holds directions.
         """
         group, rule, mask = run.group, run.group.rule, rates.is_applied
         if (
@@ -282,6 +297,7 @@ class DistributedOptimizer:
             and isinstance(rule, MaskableRule)
         ):
             rule, mask = rule.masked(mask), None
+        # muP: a matrix of width w times the base takes lr / w, gradient * w and decay * w.
         lr = rates.named_lrs[group.lr_name] if group.lr_name else rates.lr
         lr = lr * group.lr_factor / group.width
         decay = rates.weight_decay * group.width * group.decay_factor
@@ -299,7 +315,7 @@ class DistributedOptimizer:
             )
         is_narrow = run.main.dtype == torch.bfloat16
         is_cut = is_narrow or mask is not None  # copies are made
-        length = _RUN if is_cut else max(1, run.main.numel())
+        length = _MAX_ELEMENTS if is_cut else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
             main = run.main[cut].float() if is_narrow else run.main[cut]
@@ -327,7 +343,7 @@ class DistributedOptimizer:
         ]
 
     def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield main weights and moments of this rank by name, whatever a checkpoint holds."""
+        """Yield this rank's main weights and moments by name, also those no checkpoint has."""
         for segment in (s for each in self._segments.values() for s in each):
             ranges, stop = segment.unit.owned_ranges(), segment.begin + segment.main.numel()
             for owned in clipped(ranges, segment.begin, stop):
@@ -362,9 +378,10 @@ class DistributedOptimizer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model its averaged weights inside, then the trained ones, bit for bit.
+        """Replace the model's weights by their average within the block.
 
-        Gathers over the data ranks twice. This rank's part of the weights is copied meanwhile.
+        Afterwards the trained weights are back with all their bits, from copies of this rank's
+        range. All-gathers over the data ranks before and after the block.
         """
         self.data_parallel.wait_params()
         trained: list[tuple[Tensor, Tensor]] = []
@@ -422,8 +439,8 @@ class DistributedOptimizer:
     def _kept_apart(self, unit: OwnedUnit | None = None) -> list[Segment]:
         """List the segments, of one unit or all, that have main weights of their own."""
         units = self._segments if unit is None else (unit,)
-        found = [segment for each in units for segment in self._segments[each]]
-        return [s for s in found if self._keeps_main(s.unit)]
+        segments = [segment for each in units for segment in self._segments[each]]
+        return [s for s in segments if self._keeps_main(s.unit)]
 
     def _keeps_main(self, unit: OwnedUnit) -> bool:
         return self._has_main and main_dtype(unit) != unit.dtype
@@ -433,7 +450,11 @@ class DistributedOptimizer:
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
         for segment in (s for s in self._kept_apart() if not s.unit.is_narrow):
-            pairs = zip(segment.main.split(_RUN), segment.weights.split(_RUN), strict=True)
+            pairs = zip(
+                segment.main.split(_MAX_ELEMENTS),
+                segment.weights.split(_MAX_ELEMENTS),
+                strict=True,
+            )
             for main, weights in pairs:
                 rounded = main.to(weights.device).to(weights.dtype).view(torch.uint8)
                 differs += (rounded != weights.view(torch.uint8)).any()
@@ -456,28 +477,31 @@ def _plain_group(rule: AnyRule, named: NamedParameter) -> UpdateGroup:
 def _plan_step(
     runs: Mapping[OwnedUnit, Sequence[SegmentRun]], exchange: MatrixExchange | None
 ) -> dict[OwnedUnit, list[_Work]]:
-    """List what a step does, by unit in the order of updates.
+    """List the work of a step, by unit in the order of updates.
 
-    Matrices come before the elementwise runs of a unit. While a chunk of them is computed, the
-    messages of the next two are on their way, and the directions of the one before.
+    The matrices of a unit come before its elementwise runs. The exchange is a pipeline: while
+    this rank computes chunk i, messages of chunk i + 1 and directions of chunk i - 1 are in
+    flight. All ranks start the exchanges of all chunks in the same order.
     """
     num_chunks = 0 if exchange is None else exchange.num_chunks
-    places: list[list[tuple[SegmentRun, int]]] = []  # of each chunk: its runs, where they begin
+    # Of each chunk its runs, and where each begins in the chunk's flat tensors.
+    runs_of_chunks: list[list[tuple[SegmentRun, int]]] = []
     for chunk in range(num_chunks):
         assert exchange is not None
         own = [run for each in runs.values() for run in each if run.chunk == chunk]
         sizes = [run.main.numel() for run in own]
         begins = [0, *accumulate(sizes)][: len(sizes)]
-        places.append(list(zip(own, begins, strict=True)))
-        exchange.place(chunk, _stretches(places[-1]), sum(sizes))
+        runs_of_chunks.append(list(zip(own, begins, strict=True)))
+        exchange.place(chunk, _adjacent_runs(runs_of_chunks[-1]), sum(sizes))
     num_sent = num_computed = 0
-    num_left = [len(each) for each in places]
+    num_left = [len(each) for each in runs_of_chunks]
 
-    def bring(chunk: int) -> Iterator[_Work]:
+    def compute_up_to(chunk: int) -> Iterator[_Work]:
+        """Send and compute ahead of ``chunk``, then receive its directions."""
         nonlocal num_sent, num_computed
         while num_computed < min(chunk + 2, num_chunks):
             while num_sent < min(num_computed + 2, num_chunks):
-                for run, begin in places[num_sent]:
+                for run, begin in runs_of_chunks[num_sent]:
                     yield _Work("message", num_sent, run.only_moments(), begin)
                 yield _Work("send", num_sent)
                 num_sent += 1
@@ -490,8 +514,8 @@ def _plan_step(
         works = plan[unit] = []
         for chunk in range(num_chunks):
             if exchange is not None and exchange.first_unit(chunk) == place:
-                works += bring(chunk)  # on all ranks, whatever they own of the chunk
-            here = [(run, begin) for run, begin in places[chunk] if run.unit is unit]
+                works += compute_up_to(chunk)  # on all ranks, whatever they own of the chunk
+            here = [(run, begin) for run, begin in runs_of_chunks[chunk] if run.unit is unit]
             works += [_Work("apply", chunk, run.only_main(), begin) for run, begin in here]
             num_left[chunk] -= len(here)
             if here and not num_left[chunk]:
@@ -500,12 +524,12 @@ def _plan_step(
     return plan
 
 
-def _stretches(
-    places: Sequence[tuple[SegmentRun, int]],
+def _adjacent_runs(
+    placed_runs: Sequence[tuple[SegmentRun, int]],
 ) -> Iterator[tuple[OwnedUnit, int, int, int]]:
-    """Join runs that follow each other in a unit: unit, first, stop, place in flat tensors."""
+    """Join adjacent runs of a unit; yield unit, begin, stop and offset in flat tensors."""
     open_: tuple[OwnedUnit, int, int, int] | None = None
-    for run, begin in places:
+    for run, begin in placed_runs:
         stop = run.begin + run.main.numel()
         if open_ is not None and open_[0] is run.unit and open_[2] == run.begin:
             open_ = (*open_[:2], stop, open_[3])
@@ -520,8 +544,8 @@ def _stretches(
 def _write_message(run: SegmentRun, rates: _Rates, flat: Tensor) -> None:
     """Update a run's moments by its matrix rule, and write its messages, in parts."""
     rule = cast("MatrixRule", run.group.rule)
-    for begin in range(0, flat.numel(), _RUN):
-        cut = slice(begin, begin + _RUN)
+    for begin in range(0, flat.numel(), _MAX_ELEMENTS):
+        cut = slice(begin, begin + _MAX_ELEMENTS)
         moments = {name: moment[cut] for name, moment in run.moments.items()}
         with unless_applied(rates.is_applied, moments.values()):
             flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
@@ -551,10 +575,10 @@ def _scale_rows(
     """Multiply the rows of main weights that have factors, in place; the weights follow.
 
     Args:
-        ranges: what ``main`` holds of which parameter.
-        factors: by the parameters' names.
+        ranges: the parts of parameters that ``main`` holds.
+        factors: of rows, by the parameters' names.
         main: flat main weights.
-        weights: what becomes ``main`` in its own dtype; of equal dtype: the same memory.
+        weights: flat weights of the model; the same memory as ``main`` if the dtypes are equal.
     """
     for owned in ranges:
         rows = factors.get(owned.named.name)
@@ -563,7 +587,8 @@ def _scale_rows(
         rows = rows.to(main.device, main.dtype)
         width = owned.named.parameter.numel() // rows.numel()
         part, begin = owned.view(main), owned.first
-        while begin < owned.stop:  # the end of a row, whole rows, the beginning of one
+        # A flat range is at most the tail of a row, full rows, and the head of a row.
+        while begin < owned.stop:
             row = begin // width
             count = 1 if begin % width else max(1, (owned.stop - begin) // width)
             stop = min(owned.stop, (row + count) * width)

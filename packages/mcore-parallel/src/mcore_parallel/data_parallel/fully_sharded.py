@@ -1,19 +1,21 @@
 """Fully sharded data parallelism by torch's ``fully_shard``: ZeRO-2, ZeRO-3 and hybrid.
 
-Each block is one unit of communication, the rest of a chunk another: weights are gathered for a
-unit's forward and backward, gradients reduce-scattered after it. What a rank keeps is its rows
-of every weight, in float32 where the model computes in 16 bits (they are the main weights), and
-gradients alike, into which micro-batches add up. With ``main_grads_dtype`` bf16 both have 16
-bits, and main weights, if any, belong to the optimizer, for example in host memory. Tensor and
-expert parallelism are inside: rows are those of the rank's own part. With several instances of
-the optimizer the data ranks of one instance share the weights, and gradients are summed over
-instances once a step.
+Each block is one unit of communication, the rest of a chunk another. Weights are all-gathered
+for a unit's forward and backward; gradients are reduce-scattered after every backward, also of
+the first micro-batches, and add up in this rank's rows. A rank keeps its rows of every weight
+and of every gradient. If the model computes in 16 bits, both are float32, and the rows of
+weights are the main weights. With ``main_grads_dtype`` bf16 both have 16 bits, and main
+weights, if any, belong to the optimizer, for example in host memory. Tensor and expert
+parallelism come first: the rows are rows of the rank's tensor- or expert-parallel part. With
+several optimizer instances (HSDP) the data ranks of one instance share the weights, and
+gradients are summed over instances once a step.
 
-Weights may be on the meta device before: rows begin as zeros and ``fill_weights`` sets them,
-one parameter after the other, so that a rank never holds more than its rows.
+Weights may be on the meta device at first: rows start as zeros, and ``fill_weights`` sets one
+parameter at a time, so that a rank never holds more than its rows and one parameter.
 
 Some parameters stay in buckets (``DataParallel``): those that one data rank holds alone, such
-as experts that all ranks share out among them, and those of another dtype than the rest.
+as experts if expert parallelism spans all data ranks, and those whose dtype differs from that
+of most parameters.
 
 Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -106,7 +108,7 @@ class FullyShardedDataParallel(GradientSync):
         meshes: Mapping[str, tuple[DeviceMesh | None, Axis]],
     ) -> None:
         """Shard one chunk, innermost modules first."""
-        # Without their memory.
+        # fully_shard replaces the parameters: keep their names and shapes, without memory.
         meta = [nn.Parameter(n.parameter.detach().to("meta")) for n in own]
         before = [replace(n, parameter=p) for n, p in zip(own, meta, strict=True)]
         experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
@@ -115,8 +117,8 @@ class FullyShardedDataParallel(GradientSync):
             self._wrap(chunk.get_submodule(name), *meshes["expert"], left_out, gives_back)
         for block in chain.from_iterable(layer_stacks(chunk)):
             self._wrap(block, *meshes["dense"], left_out, gives_back)
-        # Its weights are needed from the embedding to the loss, after forward. A stage in the
-        # middle has none, and is the root of its blocks all the same.
+        # Embedding, head and final norm: the loss reads the head after forward, so forward does
+        # not free these weights. A middle stage has none of them, but its blocks need a root.
         if own:
             kind = "dense" if meshes["dense"][0] else "expert"
             self._wrap(chunk, *meshes[kind], left_out, gives_back=False, is_root=True)
@@ -193,10 +195,10 @@ class FullyShardedDataParallel(GradientSync):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let chunks keep gathered weights (ZeRO-2), and sum over instances later.
+        """Keep gathered weights (ZeRO-2) and defer sums over instances, within the block.
 
-        Gradients of every micro-batch are reduce-scattered all the same: whole ones would
-        not fit.
+        Gradients of every micro-batch are still reduce-scattered: unsharded ones would not
+        fit in memory.
         """
         for chunk in self.chunks:
             self._set_last(chunk, is_last=False)
@@ -211,7 +213,7 @@ class FullyShardedDataParallel(GradientSync):
                 self._set_last(chunk, is_last=True)
 
     def start_sync(self, chunk: int) -> None:
-        """Sum over instances in the chunk's next backward, and give weights back after it."""
+        """Sum over instances in the chunk's next backward, and reshard its weights after it."""
         self._set_last(self.chunks[chunk], is_last=True)
         if self._buckets is not None:
             self._buckets.start_sync(chunk)
@@ -224,10 +226,9 @@ class FullyShardedDataParallel(GradientSync):
             chunk.set_reshard_after_backward(is_last)
 
     def finish(self) -> None:
-        """Sum gradients that tensor ranks and tied stages hold in part or twice.
+        """Sum partial gradients over tensor ranks, and tied copies over stages.
 
-        Sums over data ranks were made in backward. The first time it also compares what ranks
-        hold in common.
+        Backward has summed over data ranks already. The first call also compares replicas.
 
         Raises:
             ValueError: see ``DataParallel.finish``.

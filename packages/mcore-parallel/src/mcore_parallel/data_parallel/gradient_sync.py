@@ -1,8 +1,8 @@
-"""``GradientSync``: who owns the weights and gradients of model chunks on the data ranks.
+"""``GradientSync``: the interface of a data-parallel engine (buckets with ZeRO-1, or FSDP2).
 
-An engine wraps the chunks, sums their gradients over ranks, and lists in ``units`` the weights
-that this rank updates. The optimizer, checkpoints and checks of replicas use engines through
-this class alone; ``engines.ENGINES`` has one entry for each.
+An engine wraps the model chunks of a rank, sums their gradients over ranks, and lists in
+``units`` the weights that this rank updates. The optimizer, checkpoints and comparisons of
+replicas use engines through this class alone; ``engines.ENGINES`` lists the engines.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from mcore_parallel.sharding import NamedParameter, Shard, flat_shards
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """What of one parameter this rank updates."""
+    """The flat range of one parameter that this rank updates."""
 
     named: NamedParameter
     first: int
@@ -30,10 +30,10 @@ class OwnedRange:
     stop: int
     """One past the last element of the flattened parameter."""
     offset: int
-    """Where it begins in what the rank owns of the unit."""
+    """Offset of the range in the flat tensors of the rank's part of the unit."""
 
     def view(self, owned: Shaped[Tensor, " n"]) -> Shaped[Tensor, " m"]:
-        """Return its memory in a flat tensor over the rank's part of the unit."""
+        """Return the range's elements of a flat tensor over the rank's part of the unit."""
         return owned[self.offset : self.offset + self.stop - self.first]
 
 
@@ -50,10 +50,10 @@ class Copy(NamedTuple):
 
 @runtime_checkable
 class OwnedUnit(Protocol):
-    """Weights that are updated together; flat tensors of what this rank owns of them.
+    """Weights that an engine communicates together; flat tensors of this rank's part of them.
 
-    Tensors are the same memory in every step. Parameters lie in the order of ``members``, with
-    zeros between them that stay zeros.
+    The tensors have the same memory in every step. They hold the parameters in the order of
+    ``members``; padding between parameters is zero and stays zero.
     """
 
     @property
@@ -62,7 +62,7 @@ class OwnedUnit(Protocol):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the model's weights hold less than main weights rounded to their dtype."""
+        """Whether weights are all-gathered in fp8, and so have fewer bits than their dtype."""
 
     @property
     def members(self) -> Sequence[NamedParameter]:
@@ -99,7 +99,7 @@ def clipped(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[Own
 
 
 class GradientSync(ABC):
-    """A data-parallel engine: one for the chunks of this rank.
+    """A data-parallel engine of all model chunks of this rank.
 
     A step: ``zero_grad``; forwards and backwards, of which all but a chunk's last run inside
     ``no_sync``; ``finish``; then the optimizer updates each unit of ``gathering``.
@@ -107,8 +107,8 @@ class GradientSync(ABC):
     Attributes:
         ctx: the context whose data axes it sums over.
         config: the switches it was built with.
-        keeps_weights: whether a weight has one place in memory from step to step, so that what
-            is made of it, such as a cast, can be kept by its address.
+        keeps_weights: whether a weight keeps its address from step to step, so that casts of
+            weights can be cached by address.
     """
 
     ctx: ParallelContext
@@ -127,13 +127,14 @@ class GradientSync(ABC):
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget all gradients and expect the first micro-batch; no communication."""
+        """Reset all gradients before the first micro-batch of a step; no communication."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete all sums; every rank calls it once after the last backward.
+        """Complete all gradient sums; every rank calls it once after the last backward.
 
-        Sums over the ranks that hold parts of a gradient, over tied copies and over data.
+        Sums partial gradients over tensor ranks, tied copies over stages, and all gradients
+        over data and context ranks.
         """
 
     @abstractmethod
@@ -146,26 +147,26 @@ class GradientSync(ABC):
 
     @abstractmethod
     def check_weights(self) -> None:
-        """Compare the weights of ranks that hold the same; every rank calls it between steps.
+        """Compare replicas of weights bit for bit; every rank calls it between steps.
 
         Raises:
             UnlikeWeightsError: on every rank if any differ, with parameter and ranks.
         """
 
     def fill_weights(self, fill: Callable[[Mapping[str, Shard]], None]) -> None:
-        """Let a function set what weights begin as, before an optimizer is made.
+        """Set the initial weights by a function; call it before the optimizer is built.
 
-        No communication: ranks that hold the same are to set the same.
+        No communication: the function must set equal values on ranks that hold equal boxes.
 
         Args:
-            fill: called with what this rank holds, by logical name, in the model's dtype; once
-                or several times, each tensor once.
+            fill: called with this rank's shards by logical name, in the model's dtype. It may
+                be called several times, with each tensor once.
         """
         fill(self.weight_shards())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate inside: for every micro-batch but the last."""
+        """Accumulate gradients without sums over data ranks, within the block."""
         yield
 
     def start_sync(self, chunk: int) -> None:  # noqa: B027 - an engine may sum in finish alone
@@ -192,7 +193,7 @@ class GradientSync(ABC):
             pass
 
     def gather_in_full(self) -> None:  # noqa: B027 - most units are never narrow
-        """Make all bits of narrow units' weights known; their owners have set them."""
+        """All-gather in the model's dtype the weights that ``gathering`` sends in fp8."""
 
     def wait_params(self) -> None:  # noqa: B027 - an engine may have nothing on its way
         """Make ``weight_shards`` current: before a save, a comparison, an export."""
@@ -201,11 +202,11 @@ class GradientSync(ABC):
         """Give the parameters back: backward fills ``.grad`` again."""
 
     def grad_shards(self) -> dict[str, Shard]:
-        """Describe the gradients that this rank validly holds after ``finish``; views."""
+        """Describe the gradients that this rank owns, as views; call it after ``finish``."""
         return self.owned_shards([(unit, 0, unit.own_grads()) for unit in self.units])
 
     def owned_shards(self, flats: Iterable[FlatPart]) -> dict[str, Shard]:
-        """Describe tensors that lie like parts of what this rank owns of the units."""
+        """Describe flat tensors that have the layout of (parts of) this rank's units."""
         ranges = [
             (owned.named, owned.first, owned.stop, owned.view(flat))
             for unit, begin, flat in flats

@@ -23,17 +23,17 @@ _CUT_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """State for neighbouring elements of what this rank owns of one unit."""
+    """State of neighbouring elements of a unit that this rank owns: one rule, one place."""
 
     unit: OwnedUnit
     rule: AnyRule
-    """Of all parameters in it."""
+    """The rule of all parameters of the segment."""
     begin: int
-    """First of them."""
+    """Offset of the segment in the rank's part of the unit."""
     main: Tensor
     moments: dict[str, Tensor]
     weights: Tensor
-    """Written from ``main``, cast to its own dtype; of equal dtype: ``main`` itself."""
+    """Weights of the model: ``main`` in their own dtype; ``main`` itself if that is equal."""
     on_host: bool
     """Whether moments, and main weights apart from the weights, are in host memory."""
 
@@ -47,7 +47,7 @@ class SegmentRun:
 
     unit: OwnedUnit
     begin: int
-    """First element, of what this rank owns of the unit."""
+    """Offset of the run in the rank's part of the unit."""
     main: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
@@ -115,9 +115,9 @@ SharedOut = Sequence[tuple[OwnedUnit, Sequence[_Range]]]
 def share_out(
     units: Sequence[OwnedUnit], groups: Mapping[nn.Parameter, UpdateGroup], host_share: float
 ) -> Iterator[tuple[OwnedUnit, list[_Range]]]:
-    """Cut each unit by rules, and into what the host takes, the first of all, and the rest."""
-    # The host takes units from the first on until its share is used up; a cut inside a unit is
-    # rounded up to a multiple, which keeps both parts aligned.
+    """Cut each unit into ranges of one rule, with state on the host or on the device."""
+    # State of the first units is on the host until the share is used up. A cut inside a unit is
+    # rounded up to a multiple of _CUT_MULTIPLE, which keeps both parts aligned.
     sizes = [unit.own_grads().numel() for unit in units]
     left = round(host_share * sum(sizes))
     for unit, size in zip(units, sizes, strict=True):
@@ -134,7 +134,7 @@ def share_out(
 def _by_rule(
     unit: OwnedUnit, groups: Mapping[nn.Parameter, UpdateGroup], size: int
 ) -> Iterator[tuple[int, int, AnyRule]]:
-    """Yield stretches of neighbouring parameters of one rule; padding joins what is before."""
+    """Yield ranges of neighbouring parameters of one rule, with the padding after them."""
     begin, rule = 0, None
     for owned in unit.owned_ranges():
         own = groups[owned.named.parameter].rule
@@ -157,7 +157,7 @@ def bytes_on_host(shared_out: SharedOut, has_main: bool, has_average: bool) -> i
 
 
 def check_rounding(units: Sequence[OwnedUnit]) -> None:
-    """Refuse units that cannot do without main weights."""
+    """Raise ValueError for units that need main weights."""
     for unit in units:
         is_wide = main_dtype(unit) == unit.dtype
         if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
@@ -186,14 +186,14 @@ def new_segment(
     has_average: bool,
     host_zeros: Callable[..., Tensor],
 ) -> Segment:
-    """Allocate the state of a part of a unit; main weights and averages are copied from it.
+    """Allocate the state of a range; copy main weights and averages from the weights.
 
     Args:
-        unit: what this rank owns of it.
-        part: of it.
+        unit: the unit.
+        part: a range of this rank's part of the unit.
         has_main: whether 16-bit weights have main weights.
         has_average: whether an average of the weights is kept beside the rule's moments.
-        host_zeros: makes a tensor of the host's parts, as ``torch.zeros`` does.
+        host_zeros: allocates a tensor in host memory, with the arguments of ``torch.zeros``.
     """
     weights = _updated(unit)[part.begin : part.stop]
     dtypes = _kept_dtypes(unit, part.rule, has_main, has_average)
@@ -210,7 +210,7 @@ def new_segment(
 
 
 def _updated(unit: OwnedUnit) -> Tensor:
-    """Return the weights that an update writes: rows of float32 before what is cast of them."""
+    """Return the weights that an update writes: the engine's main weights if it keeps some."""
     own = unit.own_main()
     return unit.own_weights() if own is None else own
 

@@ -1,9 +1,11 @@
-"""Executes any pipeline schedule, one action or pair of actions after the other.
+"""Executes any pipeline schedule: the list of actions of one rank, in order.
 
 A stage is a function from its input and the micro-batch number to its output, so the runner
-does not depend on models. The runner waits for a received tensor only when a stage needs the
-tensor, so messages overlap with computation. After a stage's output is sent, the runner keeps
-the output's node in the autograd graph and frees the memory.
+does not depend on models. ``run_schedule`` is the loop. Consecutive messages go to
+``_Runner.exchange``, which posts them; computations go to ``forward``, ``backward`` and the
+weight queue. The runner waits for a received tensor only when a stage reads it, so messages
+overlap with computation. For backward it keeps the output's node of the autograd graph and not
+the output: the tensor is freed once it is sent.
 """
 
 from collections import deque
@@ -81,9 +83,9 @@ def run_schedule(
         chunks: stage functions of this rank by chunk number. A micro-batch without a
             backward action runs without gradient.
         axis: pipeline ranks; neighbours exchange hidden states and their gradients.
-        back: the same ranks with a second group, for messages to lower ranks; None: ``axis``.
-            nccl runs the operations of one group one after the other, so with a single group a
-            pending receive delays sends.
+        back: the same ranks with a second process group, for messages to lower ranks; None:
+            ``axis``. nccl runs the operations of one group in order, so that with one group a
+            pending receive would delay sends in the other direction.
         shape: local shape of every hidden state (already split over context and tensor
             ranks), or shapes of several tensors by name; or a function that returns these for
             a micro-batch and a sending stage, counted in the order of the model.
@@ -124,24 +126,27 @@ def run_schedule(
     runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
     if runner.rendezvous and axis.size > 1:
         runner.open_connections()
-    # For each callback the last action of its kinds on each chunk (later ones overwrite).
+    # For each callback and chunk, the last action of the callback's kinds: entries of later
+    # actions overwrite those of earlier ones.
     callbacks = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
     before = [
         (callback, {a.chunk: a for a in actions if a.kind in kinds})
         for callback, kinds in callbacks
     ]
+    # For each chunk, the first action that computes weight gradients.
     first = {a.chunk: a for a in reversed(actions) if a.kind in MAKING_WEIGHTS}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
             continue
         for unit in action_units(run):
+            # A unit is one action, or a forward paired with the backward after it.
             for action, (callback, last) in product(unit, before):
                 if callback is not None and action is last.get(action.chunk):
                     callback(action.chunk)
             computations = [partial(runner.compute, action) for action in unit]
             if pair_overlap is not None and len(unit) == 2:
-                pair_overlap.run(computations[1], computations[0], device)
+                pair_overlap.run(computations[1], computations[0], device)  # backward, forward
             else:
                 for compute in computations:
                     compute()
@@ -176,20 +181,24 @@ class _Runner:
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
         # Batches of messages in flight, oldest first.
         self.pending: deque[list[PendingMessages]] = deque()
-        # Tensors to receive, by receive action; tensors to send, by send action.
-        self.arriving: dict[tuple[Kind, Key], dict[str, tuple[Tensor, PendingMessages]]] = {}
-        self.leaving: dict[tuple[Kind, Key], list[Tensor]] = {}
-        # From forward to backward: the stage's input, and the outputs' nodes in the graph with
-        # the name of the received gradient (None: a scalar, whose gradient is 1).
+        # By the kind, chunk and micro-batch of a message: tensors that are arriving, each with
+        # its pending message; results of computations that are not sent yet.
+        self.to_receive: dict[tuple[Kind, Key], dict[str, tuple[Tensor, PendingMessages]]] = {}
+        self.to_send: dict[tuple[Kind, Key], list[Tensor]] = {}
+        # Kept from forward to backward: the stage's input, whose .grad is sent back, and the
+        # roots of backward, each with the name of the received gradient (None: a scalar loss,
+        # whose gradient is 1).
         self.inputs: dict[Key, dict[str, Tensor]] = {}
         self.roots: dict[Key, list[tuple[GradientEdge, str | None]]] = {}
+        # Weight gradients that BACKWARD_INPUT has left to BACKWARD_WEIGHT.
         self.deferred: dict[Key, list[Work]] = {}
 
     def open_connections(self) -> None:
         """Exchange a number with each neighbour, in both directions at once.
 
-        nccl connects two ranks at their first message and blocks the host until both take part.
-        In a schedule the first message of one direction comes long before that of the other.
+        nccl connects two ranks at their first message, and blocks the host of each until the
+        other one calls too. In a schedule the first message of one direction comes long before
+        that of the other direction, so ranks would wait for each other.
         """
         rank, size = self.axis.rank, self.axis.size
         messages = []
@@ -211,7 +220,7 @@ class _Runner:
             key = (action.kind, (action.chunk, action.microbatch))
             peer = message_peer(action, self.axis.rank, self.axis.size, self.placement.v_shaped)
             if action.kind in SENDS:
-                for tensor in self.leaving.pop(key):
+                for tensor in self.to_send.pop(key):
                     messages.append(Message(tensor, peer, is_send=True))
                     received.append(None)
                 continue
@@ -230,19 +239,19 @@ class _Runner:
         for target, message, in_flight in zip(received, messages, pending, strict=True):
             if target is not None:
                 key, name = target
-                self.arriving.setdefault(key, {})[name] = (message.tensor, in_flight)
+                self.to_receive.setdefault(key, {})[name] = (message.tensor, in_flight)
 
     def compute(self, action: Action) -> None:
         """Run one forward, full backward, input half or weight half."""
         clock = self.axis.clock
         if clock is None or not clock.is_on:
-            self.do(action)
+            self.run_action(action)
             return
         with clock.span(f"{action.kind.value}/{action.chunk}"):
-            self.do(action)
+            self.run_action(action)
 
-    def do(self, action: Action) -> None:
-        """Run an action; ``compute`` has started its span on the clock."""
+    def run_action(self, action: Action) -> None:
+        """Run one action without timing it."""
         key = (action.chunk, action.microbatch)
         if action.kind is Kind.FORWARD:
             with torch.set_grad_enabled(key in self.with_backward):
@@ -251,6 +260,8 @@ class _Runner:
             make_weights(self.deferred.pop(key))
         else:
             self.backward(key)
+            # What the linears have deferred in this backward. A schedule that does not split
+            # backward computes it now; BACKWARD_INPUT keeps it for BACKWARD_WEIGHT.
             works = self.weight_queue.take()
             if action.kind is Kind.BACKWARD_INPUT:
                 self.deferred[key] = works
@@ -263,21 +274,21 @@ class _Runner:
         stage, x = self.placement.stage(self.axis.rank, chunk), None
         is_last = not self.placement.has(stage + 1)
         if stage:
-            x = self.received(Kind.RECEIVE_FORWARD, key)
-            for tensor in x.values():
+            x = self.receive(Kind.RECEIVE_FORWARD, key)
+            for tensor in x.values():  # leaves, so that backward fills their .grad
                 tensor.requires_grad_(key in self.with_backward)
-        result = self.chunks[chunk](None if x is None else _joined(x), microbatch)
+        result = self.chunks[chunk](None if x is None else _as_payload(x), microbatch)
         if not isinstance(result, StageOutput):
             raise TypeError(
                 f"the function of chunk {chunk} returned {type(result).__name__}: it must "
                 "return StageOutput(hidden state), on the last stage StageOutput(loss)"
             )
-        output = _named(result.output)
+        output = _by_name(result.output)
         expected = {_ONLY: ()} if is_last else self.shapes_of(microbatch, chunk)
         self.check_output(output, expected, is_last)
         if not is_last:
-            leaving = {name: output[name].detach().contiguous() for name in expected}
-            self.hand_on(leaving, Kind.SEND_FORWARD, key)
+            results = {name: output[name].detach().contiguous() for name in expected}
+            self.pass_result(results, Kind.SEND_FORWARD, key)
         if key not in self.with_backward:
             return
         if x is not None:
@@ -293,8 +304,8 @@ class _Runner:
         """Run backward from the stage's roots, and store the input's gradient to send."""
         roots = self.roots.pop(key)
         received = {}
-        if (Kind.RECEIVE_BACKWARD, key) in self.arriving:
-            received = self.received(Kind.RECEIVE_BACKWARD, key)
+        if (Kind.RECEIVE_BACKWARD, key) in self.to_receive:
+            received = self.receive(Kind.RECEIVE_BACKWARD, key)
         if roots:
             torch.autograd.backward(
                 [edge for edge, _ in roots],
@@ -303,30 +314,32 @@ class _Runner:
                 [None if name is None else received[name] for _, name in roots],
             )
         if key in self.inputs:
-            leaving = {
+            results = {
                 name: (torch.zeros_like(x) if x.grad is None else x.grad).contiguous()
                 for name, x in self.inputs.pop(key).items()
             }
-            self.hand_on(leaving, Kind.SEND_BACKWARD, key)
+            self.pass_result(results, Kind.SEND_BACKWARD, key)
 
-    def hand_on(self, tensors: dict[str, Tensor], kind: Kind, key: Key) -> None:
+    def pass_result(self, tensors: dict[str, Tensor], kind: Kind, key: Key) -> None:
         """Store a stage's result for its message, or pass it to another stage of this rank."""
         chunk, microbatch = key
+        # The stage that reads the result: the next one, or the previous one for a gradient.
         other = self.placement.stage(self.axis.rank, chunk)
         other += 1 if kind is Kind.SEND_FORWARD else -1
         if self.placement.rank(other) != self.axis.rank:
-            self.leaving[kind, key] = list(tensors.values())
+            self.to_send[kind, key] = list(tensors.values())
             return
+        # Both stages are on this rank (the turning point of a V): no message.
         forward = kind is Kind.SEND_FORWARD
         receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
         target = self.placement.chunk(other), microbatch
         arrived = PendingMessages([], [], self.axis)
-        self.arriving[receive, target] = {name: (x, arrived) for name, x in tensors.items()}
+        self.to_receive[receive, target] = {name: (x, arrived) for name, x in tensors.items()}
 
-    def received(self, kind: Kind, key: Key) -> dict[str, Tensor]:
+    def receive(self, kind: Kind, key: Key) -> dict[str, Tensor]:
         """Wait for a neighbour's tensors and return them by name."""
         tensors = {}
-        for name, (tensor, pending) in self.arriving.pop((kind, key)).items():
+        for name, (tensor, pending) in self.to_receive.pop((kind, key)).items():
             pending.wait()
             tensors[name] = tensor
         return tensors
@@ -369,12 +382,12 @@ class _Runner:
             )
 
 
-def _named(payload: Payload) -> Mapping[str, Tensor]:
+def _by_name(payload: Payload) -> Mapping[str, Tensor]:
     return {_ONLY: payload} if isinstance(payload, Tensor) else payload
 
 
-def _joined(tensors: Mapping[str, Tensor]) -> Payload:
-    """Undo ``_named``."""
+def _as_payload(tensors: Mapping[str, Tensor]) -> Payload:
+    """Undo ``_by_name``."""
     return tensors.get(_ONLY, tensors)
 
 

@@ -83,12 +83,17 @@ def run_ranks(
                 process.join()
 
 
-def collect_results(ranks: Mapping[Connection, int], timeout_s: float) -> list[Any]:
+def collect_results(
+    ranks: Mapping[Connection, int],
+    timeout_s: float,
+    describe_silent: Callable[[], str] = str,
+) -> list[Any]:
     """Wait for a pickled (traceback or None, result) of every rank; return the results.
 
     Args:
         ranks: rank number of each pipe.
         timeout_s: limit for all ranks together.
+        describe_silent: called when time runs out; its text ends the error's message.
 
     Raises:
         RuntimeError: if a rank sends a traceback or dies, or time runs out.
@@ -100,7 +105,7 @@ def collect_results(ranks: Mapping[Connection, int], timeout_s: float) -> list[A
         if not ready:
             raise RuntimeError(
                 f"ranks {sorted(waiting.values())} of {len(ranks)} gave no answer in "
-                f"{timeout_s} s"
+                f"{timeout_s} s{describe_silent()}"
             )
         for pipe in ready:
             rank = waiting.pop(pipe)

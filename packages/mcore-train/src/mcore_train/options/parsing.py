@@ -1,7 +1,9 @@
-"""From the words of a command line to a ``TrainConfig``, without torch.
+"""Turns a command line into a ``TrainConfig``, without torch.
 
-Later sources win: defaults, the model that ``--load`` names, the model that ``--model`` names,
-recipes from left to right, flags. ``megatron_flags`` translates Megatron's flags.
+Sources of an option's value, each of which wins over those before it: defaults, the model of
+the checkpoint that ``--load`` names, the preset that ``--model`` names, recipes from left to
+right, flags. ``megatron_flags`` translates Megatron's flags first. All faults are collected and
+raised as one error at the end.
 """
 
 import logging
@@ -97,14 +99,15 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
-        beginning: options that the command begins from where no preset or checkpoint gives the
-            model; all others win over them.
-        needs: as in ``Command``.
-        is_megatron_script: whether one of Megatron's entry scripts was called, whose defaults
-            a user may expect; otherwise Megatron's spellings tell.
+        beginning: the command's own defaults, used without a preset or checkpoint; every other
+            source wins over them.
+        needs: a flag that the command requires, as in ``Command``.
+        is_megatron_script: whether one of Megatron's entry scripts was called. Its user may
+            expect Megatron's defaults, so differences are logged; for other commands they are
+            logged if Megatron's spellings of flags occur.
         check: raises ``ValueError`` for faults of a whole config. It is called only if the
-            command line has other faults, so that one error has all of them; without faults
-            the caller checks the result.
+            command line has faults already, so that one error lists all of them; otherwise the
+            caller checks the result.
 
     Raises:
         OptionsError: (a ValueError) with every unknown flag, field or model, refused flag,
@@ -115,6 +118,7 @@ def parse(
         return parse_options(config_type, program, argv, usual=USUAL)
     faults = FaultCollector()
     options = list_options(config_type)
+    # 1. Flags, with Megatron's spellings translated; recipes, presets and checkpoints.
     line = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE}, faults)
     for note in line.notes if is_first_rank() else ():
         log.info("%s", note)
@@ -125,7 +129,8 @@ def parse(
     given = {**sources.fields, **typed}
     faults.unsettled -= {option.flag for option in options if option.name in given}
     saved = sources.saved
-    # Fields that a saved model leaves out have their defaults.
+    # 2. Defaults of the command, and Megatron's. They are not used with a saved model: a field
+    # that it leaves out has mcore's default.
     before = {**({} if saved else beginning), **read_words(options, line.defaults, faults)}
     takes_theirs = given.get("megatron_defaults", False)
     if takes_theirs and sources.preset:
@@ -139,29 +144,32 @@ def parse(
             before = {**read_table(options, missing, faults), **before}
         elif missing and (line.foreign or is_megatron_script) and is_first_rank():
             log.info("%s", describe(missing))
+    # 3. All sources, the last one wins; then what follows from a hybrid pattern.
     values = {**before, **saved, **given}
     required = _required_flags(config_type)
     faults.attempt(_check_model_source, sources.folders, values, unsettles=required)
     pattern = values.get("hybrid_override_pattern", "")
     derived = faults.attempt(_follows_from_pattern, values, unsettles=(PATTERN, "--num-layers"))
-    # What follows from a pattern wins over the model that the pattern changes.
+    # Sizes that follow from a pattern win over a saved model only if the command line or a
+    # recipe gives the pattern.
     over = derived if "hybrid_override_pattern" in given else {}
     values = {**(derived or {}), **before, **saved, **(over or {}), **given}
-    if pattern:  # its | are layout, and a model is the same without
+    if pattern:  # its | marks are pipeline stages: layout, not part of the model
         values["hybrid_override_pattern"] = without_stage_marks(str(pattern))
     if layers_per_stage:
         stages = faults.attempt(virtual_stages, values, layers_per_stage[-1])
         values |= {"num_virtual_stages_per_pipeline_rank": stages} if stages else {}
     if "fp8_recipe" not in values and {_HISTORY, _AMAX} & given.keys():
-        values["fp8_recipe"] = "delayed"  # the recipe that alone has a history
+        values["fp8_recipe"] = "delayed"  # the only recipe with a history
     values |= DATA_OPTIONS.get(str(values.get("objective", "")), {})
     if recipes:
         values["recipe"] = tuple(recipes)
-    # What a saved model or preset has of a feature that options turn off has no effect.
+    # Drop fields of a saved model or preset that belong to a feature which flags turn off.
     idle = idle_options(values, types_of(config_type).values())
     values = {
         n: value for n, value in values.items() if n in given or n not in idle & saved.keys()
     }
+    # 4. The config, and checks of the whole.
     build = build_options(config_type, program, values, faults, placeholders=_PLACEHOLDERS)
     if build is None:
         faults.raise_all()

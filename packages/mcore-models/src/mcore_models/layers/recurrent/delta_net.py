@@ -33,7 +33,7 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 _EPSILON = 1e-6
 """Added to the squared norm of queries and keys."""
 
@@ -81,7 +81,7 @@ class DeltaNet(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
         """Mix every token with all earlier ones of its document.
 

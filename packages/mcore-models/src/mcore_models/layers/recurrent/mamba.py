@@ -35,7 +35,7 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 
 
 class Mamba(nn.Module):
@@ -96,7 +96,7 @@ class Mamba(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
         """Mix every token with all earlier ones of its document.
 

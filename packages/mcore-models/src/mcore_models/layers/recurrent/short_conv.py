@@ -26,7 +26,7 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
-_NOTHING_MORE = BlockInputs()
+_NO_INPUTS = BlockInputs()
 
 
 class ShortConv(nn.Module):
@@ -57,7 +57,7 @@ class ShortConv(nn.Module):
         self.out_proj = RowParallelLinear(D, D, gemm=setup.gemms.row, **split)
 
     def forward(
-        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
         """Mix every token with the last ones of its document.
 
