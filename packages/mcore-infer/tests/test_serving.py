@@ -80,7 +80,7 @@ def expected_text(folder, prompt, num_tokens):
 
 def test_the_page_goes_from_a_checkpoint_to_a_server_in_three_commands(long_folder):
     page = (ROOT / "docs/serving.md").read_text()
-    (block,) = re.findall(r"test_serving\.py.*?```bash\n(.*?)```", page, re.DOTALL)
+    (block,) = re.findall(r"in_three_commands.*?```bash\n(.*?)```", page, re.DOTALL)
     port = free_port()
     block = block.replace("5000", str(port)).replace("runs/tiny", str(long_folder))
     install, serve, ask = block.replace("\\\n", "").strip().splitlines()
