@@ -30,7 +30,13 @@ EXTRAS = {
         "import datatrove, ray.data",
         ["packages/mcore-data/tests/preprocessing/test_executors.py"],
     ),
-    "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
+    "lm-eval": (
+        "import lm_eval",
+        [
+            "packages/mcore-infer/tests/evaluation/test_harness.py",
+            "packages/mcore-train/tests/test_zero_shot.py",
+        ],
+    ),
     # Needs a Chromium too: the system's, or `playwright install chromium`.
     "browser": (
         "import playwright.sync_api",

@@ -13,10 +13,11 @@ Each case starts a small job, lets a fault happen in it, and reads the times off
 installed; without it ``kill`` continues from ``--save``, and ``in_process`` is left out. The
 steps of ``hang`` before the fault, compared with those of ``kill``, are what watching costs.
 
-A case that fails or has no time left is reported, and the others run. Every line that a job
-prints around a fault is kept with its second, which shows where the time goes.
+Each case has a limit of its own besides that of all. A case that fails is reported with what it
+waited for, and the others run while there is time. Every line that a job prints around a fault
+is kept with its second, which shows where the time goes.
 
-usage: bench_restart.py [--nproc 1] [--cases kill hang ...] [--limit-s 200] [--output DIR]
+usage: bench_restart.py [--nproc 1] [--cases kill hang ...] [--limit-s 150] [--output DIR]
            -- FLAGS of gpt
 """
 
@@ -41,7 +42,7 @@ import torch
 
 from mcore_parallel.launch.launcher import free_port
 
-SAVED_STEP, KILLED_STEP = 6, 10
+SAVED_STEP, KILLED_STEP = 5, 8
 """Step that is saved, and the one after which ``kill`` kills and ``in_process`` raises."""
 HUNG_STEP = 24
 PEERS_STEP = 4
@@ -124,7 +125,7 @@ def main() -> None:
     reporting.add_options(parser)
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--limit-s", type=float, default=200.0, help="of all cases together")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="of all cases together")
     parser.add_argument("flags", nargs="*")
     options = parser.parse_args()
     # Ends the case under way and its ranks; what was measured before is kept.
@@ -145,19 +146,19 @@ def run_cases(folder: Path, options: argparse.Namespace, results: dict[str, dict
     """Run the cases one by one while there is time; put the result of each into ``results``."""
     ends_s = time.monotonic() + options.limit_s
     for name in options.cases:
-        run, share = CASES[name]
+        run, most_s = CASES[name]
         began_s = time.monotonic()
         left_s = ends_s - began_s
         if left_s < LEAST_S:
             results[name] = {"left_out": f"{left_s:.0f} s of {options.limit_s:.0f} s left"}
             continue
-        limit_s = min(share * options.limit_s, left_s)
+        limit_s = min(most_s, left_s)
         case = Case(folder / name, options.nproc, options.flags, limit_s)
         case.folder.mkdir()
         try:
             results[name] = run(case)
         except (RuntimeError, TimeoutError, OSError, StopIteration) as error:
-            results[name] = {"failed": f"{type(error).__name__}: {error}"[-3000:]}
+            results[name] = {"failed": f"{type(error).__name__}: {error}"[:6000]}
         results[name]["case_s"] = round(time.monotonic() - began_s, 1)
         print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
     if "step_ms" in results.get("kill", {}) and "step_ms" in results.get("hang", {}):
@@ -171,7 +172,7 @@ def print_table(results: dict[str, dict]) -> None:
     for name, result in results.items():
         for key in ("failed", "left_out"):
             if key in result:
-                print(f"{name:12}{key}: {result[key].splitlines()[-1][:100]}")
+                print(f"{name:12}{key}: {result[key].splitlines()[0][:150]}")
         for figure, number in result.items():
             if isinstance(number, float):
                 goal = GOALS.get((name, figure), "")
@@ -199,9 +200,10 @@ def kill(case: Case) -> dict:
         victim = next(p for p in before if is_rank(p, case.nproc - 1))
         os.kill(victim, signal.SIGKILL)
         killed_s = time.time()
+        job.note.write_text(str(killed_s))
         rank_s = job.wait_for_rank(before)
         job.wait_for_step(run, 1, attempt=2)
-        took_s = time.time() - killed_s
+        took_s = time_of_step(run, 1, attempt=2) - killed_s
     first_s = time_of_step(run, 1, attempt=1) - job.began_s
     return {
         "fault_to_next_step_s": round(took_s, 2),
@@ -247,10 +249,12 @@ def in_process(case: Case) -> dict:
     words = [*case.flags, *saving(case.folder), "--inprocess-restart", "--auto-resume"]
     with faulty_job("raise", KILLED_STEP, case, words) as job:
         job.wait_for_step(run, 1, attempt=2)
-        took_s = time.time() - job.fault_s()
+        took_s = time_of_step(run, 1, attempt=2) - job.fault_s()
     return {
         "fault_to_next_step_s": round(took_s, 2),
         "step_ms": step_ms(run),
+        # The second is as the first if the old run was freed before the new one was built.
+        "peak_gib_of_attempts": [peak_gib(run, attempt) for attempt in (1, 2)],
         "restart_lines": job.lines_from(job.fault_s(), job.fault_s() + took_s),
     }
 
@@ -282,12 +286,12 @@ def peers(case: Case) -> dict:
 
 
 CASES: dict[str, tuple[Callable[[Case], dict], float]] = {
-    "kill": (kill, 0.45),
-    "hang": (hang, 0.35),
-    "in_process": (in_process, 0.35),
-    "peers": (peers, 0.25),
+    "kill": (kill, 110.0),
+    "in_process": (in_process, 80.0),
+    "hang": (hang, 70.0),
+    "peers": (peers, 60.0),
 }
-"""Each case, and the most that it takes of the time of all."""
+"""Each case, and the most seconds that it takes."""
 GOALS = {
     ("kill", "fault_to_next_step_s"): "20 s",
     ("in_process", "fault_to_next_step_s"): "5 s",
@@ -358,12 +362,12 @@ class Job:
     def wait_for_step(self, run: Path, step: int, attempt: int = 1) -> None:
         """Wait until an attempt has reported a step."""
         while not time_of_step(run, step, attempt):
-            self._check()
+            self._check(f"step {step} of attempt {attempt}")
 
     def wait_for_rank(self, before: Sequence[int]) -> float:
         """Wait for a first rank that is none of the processes ``before``; return when."""
         while not any(is_rank(p, 0) for p in set(self.processes()) - set(before)):
-            self._check()
+            self._check("the start of a new rank 0")
         return time.time()
 
     def wait_for_line(self, *texts: str) -> tuple[float, str]:
@@ -372,23 +376,28 @@ class Job:
             for line_s, line in list(self._lines):
                 if any(text in line for text in texts):
                     return line_s, line
-            self._check()
+            self._check(f"a line with {' or '.join(map(repr, texts))}")
 
     def wait_for_end(self) -> None:
         """Wait until no process of the job is left."""
         while self.process.poll() is None or self.processes():
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"ranks did not end in time: {self._tail()}")
+                raise self._late("the end of all ranks")
             time.sleep(0.05)
 
-    def lines_from(self, begin_s: float, end_s: float) -> list[str]:
-        """Return what the job printed in a time, each line with its second."""
+    def lines_from(
+        self, begin_s: float, end_s: float, num_lines: int | None = KEPT_LINES
+    ) -> list[str]:
+        """Return the first lines that the job printed in a time, each with its second.
+
+        Lines of the stack of torchrun's agent are left out.
+        """
         lines = [
             f"+{line_s - begin_s:.2f} {line[:160]}"
             for line_s, line in self._lines
             if begin_s <= line_s <= end_s + 0.5 and line[:1] not in ("", " ", "=", "-")
         ]
-        return lines[:KEPT_LINES]
+        return lines[:num_lines]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -396,16 +405,26 @@ class Job:
             self._lines.append((time.time(), line.rstrip()))
 
     def _tail(self) -> str:
-        lines = [line for _, line in self._lines]
-        # Without the stack of torchrun's agent, which follows the ranks' own messages.
-        return "\n".join(line for line in lines if line and line[0] not in " =-")[-2500:]
+        lines = self.lines_from(self.began_s, time.time(), num_lines=None)
+        return "\n".join(lines[-KEPT_LINES:])
 
-    def _check(self) -> None:
+    def _late(self, awaited: str) -> TimeoutError:
+        fault = "no fault yet"
+        if self.note.exists():
+            fault = f"the fault was at +{self.fault_s() - self.began_s:.1f} s"
+        limit_s = time.time() - self.began_s
+        return TimeoutError(
+            f"waited for {awaited} until the limit of {limit_s:.0f} s; {fault}. The last lines "
+            f"of the job, with their seconds since its start:\n{self._tail()}"
+        )
+
+    def _check(self, awaited: str) -> None:
         if self.process.poll() is not None:
             time.sleep(0.5)  # the last lines
-            raise RuntimeError(f"the job ended with {self.process.returncode}: {self._tail()}")
+            code = self.process.returncode
+            raise RuntimeError(f"the job ended with {code} before {awaited}:\n{self._tail()}")
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"no answer in time: {self._tail()}")
+            raise self._late(awaited)
         time.sleep(0.02)
 
 
@@ -441,6 +460,12 @@ def time_of_step(run: Path, step: int, attempt: int) -> float:
         if row["kind"] == "train" and row["attempt"] == attempt and row["iteration"] >= step:
             return row["time"]
     return 0.0
+
+
+def peak_gib(run: Path, attempt: int) -> float:
+    """Return the most memory that the first rank had taken on its device in an attempt."""
+    rows = [row for row in metrics(run) if row["kind"] == "train" and row["attempt"] == attempt]
+    return max(row["peak_gib"] for row in rows)
 
 
 def step_ms(run: Path) -> float:

@@ -3,7 +3,8 @@
 #
 #   benchmarks/bench_restart.sh [OUTPUT] [LAYERS] [CASE ...]
 #
-# At most LIMIT_S seconds (200). LAYERS as wide as those of llama-3-8b (default 8), with 32 000
+# At most LIMIT_S seconds (150). CASE: kill, in_process, hang or peers, all by default, in that
+# order while there is time. LAYERS as wide as those of llama-3-8b (default 8), with 32 000
 # tokens. With 8 layers a GPU saves and loads 28 GB, as much as each of 8 GPUs does of the whole
 # 8B with the distributed optimizer: 16 GB of weights and 12 GB of optimizer state. Checkpoints
 # go to /dev/shm where it has 40 GB free. Without a GPU a tiny model is taken.
@@ -24,6 +25,6 @@ if [ "$(df --output=avail /dev/shm | tail -n 1)" -gt 40000000 ]; then
   export BENCH_TMP=/dev/shm
 fi
 # shellcheck disable=SC2086
-timeout "$((${LIMIT_S:-200} + 30))" python3 benchmarks/bench_restart.py --nproc "$ranks" \
-  --limit-s "${LIMIT_S:-200}" --output "$out" ${cases[0]:+--cases "${cases[@]}"} \
+timeout "$((${LIMIT_S:-150} + 30))" python3 benchmarks/bench_restart.py --nproc "$ranks" \
+  --limit-s "${LIMIT_S:-150}" --output "$out" ${cases[0]:+--cases "${cases[@]}"} \
   -- $flags --mock-data --num-workers 0 --lr 1e-4

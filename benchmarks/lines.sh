@@ -16,6 +16,11 @@ while [ $# -gt 0 ]; do
     *) echo "unknown option $1" >&2; exit 2 ;;
   esac
 done
+if ! [[ $minutes =~ ^[0-9]+$ ]]; then
+  echo "--minutes $minutes: give whole minutes, such as 2" >&2
+  exit 2
+fi
+minutes=$((10#$minutes))  # 08 would be octal
 PY=${PY:-python}
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
 PYTHONPATH=$(ls -d "$PWD"/packages/*/src | tr '\n' ':')$PWD/benchmarks:${PYTHONPATH:-}

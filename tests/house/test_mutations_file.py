@@ -18,7 +18,7 @@ def test_every_entry_of_the_catalogue_is_there_in_order_and_every_row_has_its_ow
     assert len(set(ids)) == len(ids)
     entries = [name for name, _ in groupby(ids, lambda own: own.rstrip(ascii_lowercase))]
     catalogue = [f"N{i}" for i in range(1, 14)] + [f"F{i}" for i in range(1, 42)]
-    found_here = [f"V{i}" for i in range(1, 30)] + [f"S{i}" for i in range(1, 8)]
+    found_here = [f"V{i}" for i in range(1, 30)] + [f"S{i}" for i in range(1, 11)]
     assert entries == catalogue + found_here
 
 

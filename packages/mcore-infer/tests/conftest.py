@@ -1,10 +1,13 @@
 """Tiny checkpoints with random weights: two layers, bytes as tokens, 40 positions."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mcore_ckpt import convert
 from mcore_ckpt.save_load.saving import save
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer.loading import load_model
@@ -14,6 +17,12 @@ from mcore_models.gpt import GPT
 from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import named_shards
+
+ADAPTERS = {
+    "sql": (2, 6, ["q_proj", "down_proj"]),
+    "chat": (3, 3, ["q_proj", "k_proj", "o_proj", "up_proj"]),
+}
+"""Rank, factor and linears of PEFT's adapters, by name."""
 
 DESCRIPTION = ModelDescription(
     config=TransformerConfig(
@@ -96,6 +105,33 @@ def hybrid_folder(tmp_path_factory):
         mamba_chunk_size=4,
     )
     return save_random(tmp_path_factory.mktemp("hybrid"), replace(DESCRIPTION, config=config))
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(run_folder, tmp_path_factory):
+    """A base, and folders of PEFT named sql and chat, whose base is no folder."""
+    folder = tmp_path_factory.mktemp("adapters")
+    convert("mcore", run_folder, "hf", folder / "base")
+    ByteTokenizer().save(folder / "base" / "tokenizer")
+    weights = load_file(folder / "base" / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / 3
+
+    for name, (rank, alpha, targets) in ADAPTERS.items():
+        tensors = {}
+        for weight, matrix in weights.items():
+            if weight.split(".")[-2] in targets:
+                module = f"base_model.model.{weight.removesuffix('.weight')}"
+                tensors[f"{module}.lora_A.weight"] = drawn(rank, matrix.shape[1])
+                tensors[f"{module}.lora_B.weight"] = drawn(matrix.shape[0], rank)
+        table = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_dora": False}
+        table |= {"target_modules": targets, "base_model_name_or_path": "someone/model"}
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "adapter_model.safetensors")
+        (folder / name / "adapter_config.json").write_text(json.dumps(table))
+    return folder
 
 
 @pytest.fixture(scope="session")

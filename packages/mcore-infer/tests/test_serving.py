@@ -18,7 +18,13 @@ import pytest
 from torch import distributed as dist
 from warm_ranks import run_ranks
 
-from mcore_infer import InferenceConfig, SamplingConfig, generate_text, load_model
+from mcore_infer import (
+    InferenceConfig,
+    SamplingConfig,
+    build_engine,
+    generate_text,
+    load_model,
+)
 from mcore_infer.cli import main
 from mcore_infer.commands.opening import ModelOptions
 from mcore_infer.commands.serving import serve
@@ -96,6 +102,62 @@ def test_the_page_goes_from_a_checkpoint_to_a_server_in_three_commands(long_fold
     text = answer["text"][0]
     assert text.startswith("Hello world")
     assert len(answer["tokens"][0]) == len("Hello world") + 1
+
+
+def test_the_page_serves_adapters_by_name(adapter_folders, capsys):
+    """Its command lists them, and each completes as its folder does alone."""
+    page = (ROOT / "docs/serving.md").read_text()
+    (block,) = re.findall(r"serves_adapters_by_name.*?```bash\n(.*?)```", page, re.DOTALL)
+    folders = {"Llama-3.1-8B": "base", "adapters/sql": "sql", "adapters/chat": "chat"}
+    for name, folder in folders.items():
+        block = block.replace(name, str(adapter_folders / folder))
+    port = free_port()
+
+    def ask(path, **body):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        fields = {"prompt": "In the", "max_tokens": 5, "temperature": 0} | body
+        method, sent = ("POST", json.dumps(fields)) if body else ("GET", None)
+        connection.request(method, path, sent, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        found = answer.status, json.loads(answer.read())
+        connection.close()
+        return found
+
+    def work():
+        models = ask("/v1/models")[1]["data"]
+        answers = [ask("/v1/completions", model=name) for name in ("base", "sql", "chat")]
+        return models, answers, ask("/v1/completions", model="no"), ask("/v1/models/sql")
+
+    thread, found = while_serving(port, work)
+    assert main([*shlex.split(block)[1:], "--port", str(port)]) == 0
+    thread.join()
+    ((models, answers, unknown, one),) = found
+    assert [(m["id"], m["parent"]) for m in models] == [
+        ("base", None),
+        ("sql", "base"),
+        ("chat", "base"),
+    ]
+    assert one == (200, models[1])
+    assert [answer["model"] for _, answer in answers] == ["base", "sql", "chat"]
+    assert unknown[0] == 404
+    assert "base, sql, chat are served" in unknown[1]["error"]["message"]
+    sampling = SamplingConfig(num_tokens=5, top_k=1)
+    loaded = load_model(
+        adapter_folders / "base",
+        ParallelContext.single(),
+        adapters={name: adapter_folders / name for name in ("sql", "chat")},
+    )
+    engine = build_engine(loaded.model, InferenceConfig(), adapters=loaded.adapters)
+    texts = []
+    for name in ("", "sql", "chat"):
+        engine.add(list(b"In the"), sampling, adapter=name)
+        (result,) = [event[1] for event in engine.run() if isinstance(event, tuple)]
+        texts.append(loaded.tokenizer.decode(result.ids))
+    assert [answer["choices"][0]["text"] for _, answer in answers] == texts
+    assert len(set(texts)) == 3
+    words = ["serve", "--load", str(adapter_folders / "base"), "--port", "0"]
+    assert main([*words, "--lora-modules", "base=x"]) == 2
+    assert "has the name of the model" in capsys.readouterr().err
 
 
 def test_sigterm_lets_answers_end_and_frees_the_port(long_folder, capsys):

@@ -9,6 +9,7 @@ from warm_ranks import run_ranks
 
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.loading import num_file_threads
 from mcore_ckpt.save_load.local_saving import LocalSaver, _Files, _State
 from mcore_ckpt.storage.index import INDEX
 from mcore_parallel.config import ParallelConfig
@@ -53,6 +54,13 @@ def test_options_go_together():
             LocalConfig(**wrong)
     with pytest.raises(ValueError, match="needs --replication-jump"):
         config("x", replication=True)
+
+
+def test_ranks_of_a_host_share_its_cores_for_reading_and_writing(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96), raising=False)
+    for num_ranks, num_threads in {1: 16, 8: 12, 64: 4}.items():
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+        assert num_file_threads() == num_threads
 
 
 def test_one_process_without_a_group_is_told_to_use_torchrun(tmp_path):

@@ -300,6 +300,9 @@ class DataConfig(Options):
     prepare-preferences: rows pack full pairs. --objective dpo turns it on."""
     multiple_validation_sets: bool = option(False, idle_with=_SENTENCES)
     """Evaluate every dataset of --valid-data-path separately instead of their blend."""
+    validation_set_names: tuple[str, ...] = option((), part_of={"multiple_validation_sets": ON})
+    """Names of the validation sets in reports, in the order of --valid-data-path; without
+    names: the paths."""
     full_validation: bool = option(
         False,
         needs=(When("interval", bool, "--eval-interval and --eval-iters"),),
@@ -408,6 +411,15 @@ class DataConfig(Options):
             lambda v: v.multiple_validation_sets and len(v.valid_data_path) < 2,
             "--multiple-validation-sets needs the datasets to score: name two or more by "
             "--valid-data-path.",
+        ),
+        Rule(
+            ("validation_set_names", "valid_data_path"),
+            lambda v: (
+                v.validation_set_names
+                and len(set(v.validation_set_names)) != len(v.valid_data_path)
+            ),
+            "--validation-set-names {validation_set_names} needs one name of its own for each "
+            "dataset of --valid-data-path {valid_data_path}.",
         ),
     )
 

@@ -203,6 +203,10 @@ class ServerConfig(Options):
     served_model_name: str = ""
     """Name of the model in replies; empty: the name of its folder."""
 
+    lora_modules: tuple[str, ...] = ()
+    """Adapters of the model, each as NAME=FOLDER, which requests choose by their model's name:
+    folders of Hugging Face PEFT, or runs of --peft lora."""
+
     chat_template: str = ""
     """File with a Jinja template; empty: the tokenizer's template, or ChatML."""
 
@@ -224,6 +228,24 @@ class ServerConfig(Options):
 
     drain_timeout_s: float = option(30.0, above=0)
     """Most seconds after SIGTERM for the answers that have begun."""
+
+    rules = (
+        Rule(
+            ("lora_modules",),
+            lambda v: not all(all(module.partition("=")) for module in v.lora_modules),
+            "--lora-modules takes NAME=FOLDER, such as sql=adapters/sql.",
+        ),
+        Rule(
+            ("lora_modules",),
+            lambda v: len(v.adapter_folders) < sum("=" in module for module in v.lora_modules),
+            "--lora-modules names two adapters alike: give each a name of its own.",
+        ),
+    )
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of the adapters, by name."""
+        return dict(module.split("=", 1) for module in self.lora_modules if "=" in module)
 
 
 def check_seed(seed: int) -> None:

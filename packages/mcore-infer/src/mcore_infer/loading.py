@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,12 +38,16 @@ from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.peft.config import PeftConfig, is_adapter
+from mcore_models.peft.experts import ExpertsAdapter
+from mcore_models.peft.lora import LinearAdapter
+from mcore_models.peft.stacking import StackedAdapters, stacked_config
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, named_shards
 
 _NO_ADAPTERS = PeftConfig()
+_NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -68,6 +73,8 @@ class LoadedModel:
     """Draft model of speculative decoding."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Scales of keys and values in an fp8 cache, by layer; empty: the checkpoint has none."""
+    adapters: StackedAdapters | None = None
+    """Adapters that requests choose by name; None: none were asked for."""
     base: Path | None = None
     """Folder of the model that adapters in ``folder`` were trained for; None: no adapters."""
 
@@ -121,6 +128,7 @@ def load_model(
     takes_t5: bool = False,
     needs_experts: bool = False,
     families: Mapping[str, Family] = FAMILIES,
+    adapters: Mapping[str, Path] = _NO_FOLDERS,
 ) -> LoadedModel:
     """Build the model of a checkpoint and load its weights.
 
@@ -139,6 +147,8 @@ def load_model(
         takes_t5: whether the model may be a T5, which only ``t5_decoding`` runs.
         needs_experts: raise ValueError for a model without experts.
         families: families of models that are known.
+        adapters: folders of LoRA adapters of this model, by name: they are stacked, and an
+            engine applies to each request the one that it names.
 
     Raises:
         ValueError: if there is no checkpoint or it does not describe a model, or the layout
@@ -160,7 +170,15 @@ def load_model(
             "and --expert-tensor-parallel-size."
         )
     adapter = index.extra.get(ADAPTER, {})
-    peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
+    if adapter and adapters:
+        raise ValueError(f"{folder} holds adapters: with --lora-modules, load their base.")
+    peft = _peft_config(adapter)
+    hf_base = folder if is_hf_folder(folder) else None
+    stacked_configs = {
+        name: _config_of_adapter(name, given, hf_base) for name, given in adapters.items()
+    }
+    if stacked_configs:
+        peft = stacked_config(stacked_configs)
     compute_dtype = dtype or _dtype_for(ctx.device, index)
     model = _on_meta(description, ctx, compute_dtype, families, peft, takes_t5)
     reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
@@ -180,6 +198,8 @@ def load_model(
         packed_names = {
             name for names in gather_json([*shards.keys() - rest], ctx.pp) for name in names
         }
+        if stacked_configs:
+            rest = {name: shard for name, shard in rest.items() if not is_adapter(name)}
         if adapter.get("base"):
             rest = _without_base(folder, adapter, rest, reading)
         load(folder, rest, ignore=("optimizer.", "rng.", *packed_names), **reading)
@@ -193,6 +213,13 @@ def load_model(
 
             round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
+        stacked = None
+        if stacked_configs:
+            stacked = StackedAdapters(model, stacked_configs, ctx.device)
+            for name, config in stacked_configs.items():
+                single = _on_meta(description, ctx, compute_dtype, families, config)
+                _load_adapter(adapters[name], single, ctx, {**reading, "adapter_base": hf_base})
+                stacked.fill(name, single)
     model.eval()
     base = resolve_folder(adapter["base"]) if adapter.get("base") else None
     tokenizer = _tokenizer_of(folder)
@@ -201,7 +228,14 @@ def load_model(
     is_shared = description.moe.num_experts and ctx.expert_tp.size * ctx.ep.size > ctx.tp.size
     ranks = {"data": ctx.dp, "world": ctx.world, "in_step": ctx.world if is_shared else SINGLE}
     return LoadedModel(
-        model, description, tokenizer, folder, kv_scales=kv_scales, base=base, **ranks
+        model,
+        description,
+        tokenizer,
+        folder,
+        kv_scales=kv_scales,
+        adapters=stacked,
+        base=base,
+        **ranks,
     )
 
 
@@ -283,6 +317,32 @@ def _without_base(
     base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
     load(find_base(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
     return {name: shard for name, shard in shards.items() if is_adapter(name)}
+
+
+def _peft_config(adapter: Mapping[str, Any]) -> PeftConfig:
+    return config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
+
+
+def _config_of_adapter(name: str, folder: Path, hf_base: Path | None) -> PeftConfig:
+    adapter = describe_checkpoint(folder, hf_base).extra.get(ADAPTER)
+    if not adapter:
+        raise ValueError(
+            f"--lora-modules {name}={folder} holds no adapters: give a folder of Hugging Face "
+            "PEFT, or a run of --peft lora."
+        )
+    return _peft_config(adapter)
+
+
+def _load_adapter(
+    folder: Path, model: nn.Module, ctx: ParallelContext, reading: Mapping[str, Any]
+) -> None:
+    """Allocate and load the adapters of a model on the meta device; the base stays there."""
+    for module in model.modules():
+        if isinstance(module, LinearAdapter | ExpertsAdapter):
+            module.to_empty(device=ctx.device)
+    named = named_shards(model, ctx.data_axes()).items()
+    shards = {f"model.{name}": shard for name, shard in named if is_adapter(name)}
+    load(folder, shards, ignore=("optimizer.", "rng.", "fp8."), **reading)
 
 
 def check_context(ctx: ParallelContext) -> None:

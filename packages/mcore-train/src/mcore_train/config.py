@@ -271,8 +271,9 @@ class EvalConfig(Options):
     eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
     """Steps between scorings of the zero-shot tasks; 0: none."""
     eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
-    """Zero-shot tasks with their files, as in mcore-infer eval: LAMBADA:FILE is the accuracy of
-    the last word of passages in JSON lines, WIKITEXT103:FILE the perplexity of one text."""
+    """Zero-shot tasks, as in mcore-infer eval: LAMBADA:FILE is the accuracy of the last word of
+    passages in JSON lines, WIKITEXT103:FILE the perplexity of one text, and lm-eval:NAME a task
+    of lm-evaluation-harness (extra mcore-infer[lm-eval])."""
 
     rules = (
         Rule(
@@ -286,9 +287,9 @@ class EvalConfig(Options):
         Rule(
             ("eval_tasks",),
             lambda v: [
-                f"--eval-tasks {task} is no LAMBADA:FILE and no WIKITEXT103:FILE."
+                f"--eval-tasks {task} is no LAMBADA:FILE, WIKITEXT103:FILE or lm-eval:NAME."
                 for task in v.eval_tasks
-                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103")
+                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103", "lm-eval")
                 or not task.partition(":")[2]
             ],
         ),

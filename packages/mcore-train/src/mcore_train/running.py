@@ -18,10 +18,10 @@ from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import Tables, assemble
+from mcore_train.assembly import Tables
 from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
-from mcore_train.checkpoints.resuming import load_run
+from mcore_train.checkpoints.resuming import build_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import LogConfig
 from mcore_train.loop import train
@@ -38,6 +38,7 @@ from mcore_train.reporting.log import (
     Reporter,
     set_up,
 )
+from mcore_train.reporting.loggers.background import BackgroundLogger
 from mcore_train.reporting.loggers.protocol import Logger
 from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
@@ -108,7 +109,7 @@ def _train_once(
     ):
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx, tables)
-        run = load_run(assemble(plan, ctx, tables=tables))
+        run = build_run(plan, ctx, tables)
         if run.origin.checkpoint:
             load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.progress.iteration, load)
@@ -278,7 +279,8 @@ def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
     built: list[Logger] = []
     for name in (*names, *options.loggers):
         try:
-            built.append(_build_logger(name, options, folder))
+            logger = _build_logger(name, options, folder)
+            built.append(logger if name == "tensorboard" else BackgroundLogger(logger))
         except ModuleNotFoundError as error:
             asked = {"tensorboard": "--tensorboard", "wandb": "--wandb-project"}
             raise ValueError(

@@ -1,14 +1,17 @@
 """Scores zero-shot tasks with a model while it trains, by its weights in a serving layout.
 
-The tasks are those of ``mcore-infer eval``, read from files; training continues with the same
-bits as without them.
+The tasks are those of ``mcore-infer eval``, read from files, and those of
+lm-evaluation-harness, by its names; training continues with the same bits as without them.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
+from mcore_infer.evaluation.harness import HarnessTasks
 from mcore_infer.evaluation.lambada import read_texts, score_lambada
 from mcore_infer.evaluation.wikitext import detokenizer_name, score_wikitext
 from mcore_parallel.mesh import SINGLE
@@ -18,6 +21,8 @@ from mcore_train.sample_texts import ServingCopy
 
 log = logging.getLogger(__name__)
 
+HARNESS = "lm-eval"
+"""Before the names of tasks of lm-evaluation-harness."""
 _OVERLAP = 32
 """Tokens of context that a window of WikiText shares with the one before."""
 
@@ -29,15 +34,22 @@ class ZeroShotTasks:
         """Read the files, build the groups of the serving layout; all ranks call it together.
 
         Raises:
-            ValueError: if a file is not of its task.
+            ValueError: if a file is not of its task, or the harness has no such task.
             FileNotFoundError: if there is no such file.
         """
         self._run = run
-        pairs = (task.split(":", 1) for task in run.plan.config.evaluation.eval_tasks)
-        self._texts = [(name, file, Path(file).read_text("utf-8")) for name, file in pairs]
-        for name, _, text in self._texts:
-            if name == "LAMBADA":
-                read_texts(text.split("\n"))
+        pairs = [task.split(":", 1) for task in run.plan.config.evaluation.eval_tasks]
+        names = [name for kind, name in pairs if kind == HARNESS]
+        with raise_on_all_ranks(run.ctx.world):  # a host may lack files, or the network
+            self._harness = HarnessTasks(names) if names else None
+            self._texts = [
+                (kind, file, Path(file).read_text("utf-8"))
+                for kind, file in pairs
+                if kind != HARNESS
+            ]
+            for kind, _, text in self._texts:
+                if kind == "LAMBADA":
+                    read_texts(text.split("\n"))
         self._serving = ServingCopy(run)
 
     def score(self, reporter: Reporter) -> None:
@@ -73,10 +85,18 @@ class ZeroShotTasks:
                         "perplexity": found.perplexity,
                         "adjusted_perplexity": found.adjusted_perplexity,
                     }
-                shown = " | ".join(f"{key}: {value:.6g}" for key, value in numbers.items())
-                log.info(" %s at iteration %d | %s |", name, step, shown)
-                reporter.record(f"task {name}", step, numbers)
+                _report(reporter, name, step, numbers)
+            if self._harness is not None:
+                scores = self._harness.scores(model, tokenizer, **options)
+                for name, numbers in scores.items():
+                    _report(reporter, name, step, numbers)
 
     def close(self) -> None:
         """Destroy the groups; all ranks call it together."""
         self._serving.close()
+
+
+def _report(reporter: Reporter, name: str, step: int, numbers: Mapping[str, float]) -> None:
+    shown = " | ".join(f"{key}: {value:.6g}" for key, value in numbers.items())
+    log.info(" %s at iteration %d | %s |", name, step, shown)
+    reporter.record(f"task {name}", step, numbers)

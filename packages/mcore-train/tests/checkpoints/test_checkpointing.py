@@ -22,7 +22,13 @@ from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.adapter_bases import check_model, model_description
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import carried_files
-from mcore_train.checkpoints.resuming import _streams_fit, load_run, save_run, take_snapshot
+from mcore_train.checkpoints.resuming import (
+    _streams_fit,
+    build_run,
+    load_run,
+    save_run,
+    take_snapshot,
+)
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
@@ -279,6 +285,63 @@ def test_a_mixture_of_hugging_face_adds_a_balancing_loss_where_transformers_does
         weight, told = loss_of(folder)
         assert weight == 0.02
         assert f"aux_loss x 0.02, from {tmp_path / folder}" in told
+
+
+STATEFUL = {
+    "num_layers": 4,
+    "hybrid_override_pattern": "M-*-",
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 1,
+}
+
+
+def refuse_to_draw(*_, **__):
+    raise AssertionError("weights are drawn that are loaded next")
+
+
+@pytest.mark.parametrize("flags", [MODELS["qwen3_moe"], STATEFUL], ids=["experts", "mamba"])
+def test_a_run_that_loads_all_weights_draws_none_and_goes_on_like_one_that_drew(
+    tmp_path, monkeypatch, flags
+):
+    ctx = ParallelContext.single()
+    options = {**TINY, **flags, "use_distributed_optimizer": True}
+    first = assemble(resolve(compose({**options, "save": str(tmp_path)}), 1), ctx)
+    train(first, Reporter(None), until=1)
+    folder = str(save_run(first))
+    plan = resolve(compose({**options, "load": folder}), 1)
+    runs = [load_run(assemble(plan, ctx))]
+    starts = [{"load": folder, "finetune": True}, {"pretrained_checkpoint": folder}]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "normal_", refuse_to_draw)
+        runs.append(build_run(plan, ctx))
+        for start in starts:
+            assert build_run(resolve(compose(options | start), 1), ctx).origin.checkpoint
+        with pytest.raises(AssertionError, match="drawn"):
+            build_run(resolve(compose(options), 1), ctx)
+    for run in runs:
+        train(run, Reporter(None))
+    drawn, loaded = (take_snapshot(run).shards for run in runs)
+    assert drawn.keys() == loaded.keys()
+    for name, shard in drawn.items():
+        pairs = zip(shard.pieces, loaded[name].pieces, strict=True)
+        assert all(torch.equal(a.data, b.data) for a, b in pairs), name
+
+
+def test_weights_that_a_checkpoint_lacks_are_those_of_the_seed(tmp_path):
+    ctx, lacking = ParallelContext.single(), "model.blocks.1.mlp.fc1.up.weight"
+    fresh = assemble(resolve(compose(TINY), 1), ctx)
+    what = take_snapshot(fresh)
+    assert lacking in what.shards
+    shards = {name: shard for name, shard in what.shards.items() if name != lacking}
+    save(tmp_path, 1, shards, world=ctx.world, extra=what.extra)
+    options = TINY | {"load": str(tmp_path), "finetune": True}
+    lenient = {"dist_ckpt_strictness": "log_all"}
+    run = build_run(resolve(compose(options | lenient), 1), ctx)
+    piece, wanted = (take_snapshot(r).shards[lacking].pieces[0].data for r in (run, fresh))
+    assert torch.equal(piece, wanted)
+    assert wanted.any()
+    with pytest.raises(ValueError, match="missing in the checkpoint"):
+        build_run(resolve(compose(options), 1), ctx)
 
 
 def test_noise_that_another_layout_draws_anew_is_named(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """What a run reads, told from its checkpoint alone."""
 
 import json
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -12,6 +13,7 @@ from warm_ranks import run_ranks
 from mcore_data.cli import main as mcore_data
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.datasets.chat import prepare_chats
+from mcore_data.datasets.from_flags import build_valid_sets
 from mcore_data.indexed.manifest import write_manifest
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.writer import IndexedWriter
@@ -327,6 +329,11 @@ def test_several_validation_sets_are_scored_one_by_one(texts, caplog):
     caplog.set_level("INFO")
     both = validate(run, Reporter(Console(quiet=True)))
     assert [f"on {name}" in caplog.text for name in (a, b)] == [True, True]
+    named = replace(run.plan.config.data, validation_set_names=("code", "books"))
+    counts = {"sequence_length": run.plan.config.batch.seq_length, "seed": 1, "num_samples": 2}
+    assert [*build_valid_sets(named, None, **counts)] == ["code", "books"]
+    with pytest.raises(ValueError, match=r"--validation-set-names .* needs one name of"):
+        replace(named, validation_set_names=("code", "code"))
     alone = [
         validate(
             build(**options, valid_data_path=[name], global_batch_size=2, train_iters=2),

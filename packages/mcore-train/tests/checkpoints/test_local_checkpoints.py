@@ -9,7 +9,7 @@ from warm_ranks import run_ranks
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
-from mcore_train.checkpoints.resuming import load_run, take_snapshot
+from mcore_train.checkpoints.resuming import build_run, load_run, take_snapshot
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
@@ -40,10 +40,17 @@ ROWS = Rows(seq_length=8, vocab_size=43, global_batch_size=4, num_steps=16)
 
 
 def build(**changes):
-    config = compose({**TINY, **changes})
-    plan = resolve(config, 2)
-    ctx = ParallelContext.build(config.parallelism)
+    plan, ctx = plan_and_groups(**changes)
     return assemble(plan, ctx, datasets=Datasets(train=ROWS))
+
+
+def plan_and_groups(**changes):
+    config = compose({**TINY, **changes})
+    return resolve(config, 2), ParallelContext.build(config.parallelism)
+
+
+def refuse_to_draw(*_, **__):
+    raise AssertionError("weights are drawn that are loaded next")
 
 
 def ended(run):
@@ -83,6 +90,13 @@ def stop_and_go_on(folder):
     assert again.origin.checkpoint
     assert again.progress.iteration == 2
     assert again.progress.consumed_train_samples == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "normal_", refuse_to_draw)
+        loaded = build_run(*plan_and_groups(**local, save=lasting, auto_resume=True))
+    for name, shard in take_snapshot(again).shards.items():
+        pairs = zip(shard.pieces, take_snapshot(loaded).shards[name].pieces, strict=True)
+        assert all(torch.equal(a.data, b.data) for a, b in pairs), name
+    loaded.ctx.destroy()
     found = ended(again)
     assert found.keys() == never_stopped.keys()
     for name, pieces in never_stopped.items():

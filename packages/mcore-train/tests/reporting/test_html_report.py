@@ -84,6 +84,8 @@ def write_run(folder, losses, continues_from=0):
         alarm = Alarm(name="communication", seen="40 % <exposed>", flag="--x", gain="+5 %")
         reporter.report_waterfall(fall, [alarm])
         reporter.record("valid", continues_from + 4, {"loss": 3.0})
+        reporter.record("valid books", continues_from + 4, {"loss": 3.5})
+        reporter.record("task tiny", continues_from + 4, {"acc": 0.5})
 
 
 def test_a_report_has_the_runs_beside_each_other(tmp_path, capsys):
@@ -107,6 +109,8 @@ def test_a_report_has_the_runs_beside_each_other(tmp_path, capsys):
         "Peak memory, GiB (dashed: planned)",
         "loss 5, ",
         "devices",
+        "Validation loss on books",
+        "tiny: acc",
     ):
         assert expected in said, expected
     # Steps 11 and 12 of the first attempt were repeated: the curve has each once.

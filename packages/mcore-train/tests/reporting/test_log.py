@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from mcore_train.reporting.log import (
     read_metrics,
     set_up,
 )
+from mcore_train.reporting.loggers.background import BackgroundLogger
 from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
 from mcore_train.resolution import resolve
 from mcore_train.running import build_reporter, named_loggers
@@ -263,6 +265,35 @@ def test_a_logger_that_fails_is_dropped_and_the_others_go_on(tmp_path, caplog):
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     (warning,) = warnings
     assert warning.startswith("Points failed and gets no more numbers of this run (Connection")
+
+
+def test_a_logger_that_blocks_holds_no_step_and_its_lost_points_are_counted(tmp_path, caplog):
+    is_up = threading.Event()
+
+    class Blocked(Points):
+        def log(self, kind, iteration, numbers):
+            is_up.wait(2)
+            super().log(kind, iteration, numbers)
+
+    failing, well = Points(False, fails_after=1), Points(False)
+    blocked = Blocked(False)
+    waits = BackgroundLogger(blocked, max_waiting=3, close_timeout_s=0.05)
+    loggers = [waits, *map(BackgroundLogger, (failing, well))]
+    began = time.monotonic()
+    with Reporter(Console(file=io.StringIO()), loggers=loggers) as reporter:
+        for iteration in range(1, 11):
+            reporter.report(report(iteration=iteration))
+    assert time.monotonic() - began < 5
+    assert (blocked.points, blocked.is_closed, waits._thread.is_alive()) == ([], False, True)
+    assert [step for _, step, _ in failing.points] == [1]
+    assert ([step for _, step, _ in well.points], well.is_closed) == ([*range(1, 11)], True)
+    found = sorted(r.message for r in caplog.records if r.levelno == logging.WARNING)
+    lost, slow, failed = found
+    assert lost == "Blocked did not take 10 of the 10 points of this run in time"
+    assert slow.startswith("Blocked is slow or does not answer: 3 calls wait, further ones are")
+    assert failed.startswith("Points failed and gets no more numbers of this run (Connection")
+    is_up.set()
+    waits.close()  # ends the thread
 
 
 def test_a_run_that_crashed_and_resumed_sends_no_point_twice(tmp_path):

@@ -27,15 +27,21 @@ _VIEW = ""
 
 
 @contextmanager
-def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
+def opened_foreign(
+    folder: Path, adapter_base: Path | None = None
+) -> Iterator[tuple[Index, Reader]]:
     """Open a folder of another format as an index of our tensors and a reader of their boxes.
+
+    Args:
+        folder: of a model, or of PEFT's adapters.
+        adapter_base: folder of the adapters' base; None: the one that they name.
 
     Raises:
         ValueError: if no family here can express its model.
         CheckpointError: if files are damaged or contradict each other.
     """
     if is_peft_folder(folder):
-        with _opened_adapters(folder) as found:
+        with _opened_adapters(folder, adapter_base) as found:
             yield found
         return
     with (
@@ -47,11 +53,11 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
 
 
 @contextmanager
-def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
-    """Open a PEFT folder as adapters of ours with the base model that it names."""
+def _opened_adapters(folder: Path, base: Path | None) -> Iterator[tuple[Index, Reader]]:
+    """Open a PEFT folder as adapters of ours; without a base, of the one that it names."""
     from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 
-    base = base_folder(folder)
+    base = base or base_folder(folder)
     with opened("hf", base) as found:
         adapters = read_adapters(folder, found.links)
         if adapters.replaced.entries:

@@ -7,6 +7,7 @@ differences listed; an error on one rank is raised on all.
 
 import json
 import logging
+import os
 import socket
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,8 +46,6 @@ from mcore_parallel.sharding import Piece, Shard
 
 log = logging.getLogger(__name__)
 
-READERS = 4
-"""Reading threads of a rank: one waits for the disk while others sum and copy."""
 STRICT = StrictnessConfig()
 """Every difference is an error."""
 
@@ -61,6 +60,7 @@ def load(
     cast: bool = False,
     ignore: Sequence[str] = (),
     share: Literal["auto", "always", "never"] = "auto",
+    adapter_base: Path | None = None,
 ) -> Mapping[str, Any]:
     """Fill this rank's pieces from a checkpoint saved under any layout.
 
@@ -82,6 +82,8 @@ def load(
         share: whether a box that several ranks of a host need is read by one of them and sent
             to the others over ``world``. auto: for tensors on a GPU; on the CPU the system's
             file cache is faster.
+        adapter_base: Hugging Face folder of the base of PEFT's adapters; None: the one that
+            they name.
 
     Returns:
         ``extra`` as saved; for another format the model's description.
@@ -94,7 +96,7 @@ def load(
         with raise_on_all_ranks(world):
             folder = resolve_folder(folder, takes_any=True)
             index, reader, fingerprint = stack.enter_context(
-                opened_checkpoint(folder, checksums=checksums)
+                opened_checkpoint(folder, checksums=checksums, adapter_base=adapter_base)
             )
             if checksums and index.files:  # folders of other formats list none
                 check_files(folder, index, world.rank, world.size)
@@ -128,7 +130,7 @@ def load(
 
 @contextmanager
 def opened_checkpoint(
-    folder: Path, *, checksums: bool = True
+    folder: Path, *, checksums: bool = True, adapter_base: Path | None = None
 ) -> Iterator[tuple[Index, Reader, int]]:
     """Open a step of ours, or a folder of another format like one.
 
@@ -150,23 +152,37 @@ def opened_checkpoint(
         return
     from mcore_ckpt.save_load.foreign_loading import opened_foreign
 
-    with opened_foreign(folder) as (index, reader):
+    with opened_foreign(folder, adapter_base) as (index, reader):
         names = {name: entry.shape for name, entry in index.tensors.items()}
         digest_text = json.dumps([index.extra, names], sort_keys=True)
         yield index, reader, zlib.crc32(digest_text.encode())
 
 
-def describe_checkpoint(folder: str | Path) -> Index:
+def num_file_threads() -> int:
+    """Threads by which a rank reads or writes: its share of the host's cores, 4 to 16.
+
+    A core computes the checksums of 1 to 2 GB/s, which is less than memory and most disks give;
+    with few cores, one thread waits for the disk while others compute and copy.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_affinity = hasattr(os, "sched_getaffinity")  # macOS lacks it
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(16, max(4, num_cores // num_ranks))
+
+
+def describe_checkpoint(folder: str | Path, adapter_base: Path | None = None) -> Index:
     """Return the index of a step, or the equivalent one of a folder of another format.
 
     Args:
         folder: a run folder, a step folder, or one of another format.
+        adapter_base: see ``load``.
 
     Raises:
         ValueError: if there is no checkpoint.
         CheckpointError: if files are missing or damaged.
     """
-    with opened_checkpoint(resolve_folder(folder, takes_any=True)) as (index, _, _):
+    found = resolve_folder(folder, takes_any=True)
+    with opened_checkpoint(found, adapter_base=adapter_base) as (index, _, _):
         return index
 
 
@@ -295,7 +311,7 @@ def _read(
 
     # In file order, which is fastest for disks and their read-ahead.
     jobs.sort(key=lambda job: (job[1].file, job[1].offset))
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(num_file_threads()) as pool:
         waiting = [pool.submit(read_one, *job) for job in jobs]
         try:
             for one in waiting:

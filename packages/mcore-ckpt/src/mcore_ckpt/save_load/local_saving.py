@@ -28,7 +28,7 @@ from mcore_base.atomic_files import write_durably
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.loading import READERS
+from mcore_ckpt.save_load.loading import num_file_threads
 from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.checksums import check_files, finalize_index
@@ -42,8 +42,6 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 _PACKAGE = "nvidia_resiliency_ext.checkpointing.local"
-_NUM_FILES = 4
-"""Files of a rank, each with a thread of its own: checksums take longer than the disk."""
 
 Id = tuple[int, int, str]
 """Iteration, owner's rank and session: the package's id of one rank's checkpoint."""
@@ -320,10 +318,13 @@ class _Files:
             target = _State.empty(keys, index.extra)
         target.check_same(keys)
         target.extra = dict(index.extra)
-        with Reader(folder) as reader, ThreadPoolExecutor(READERS) as pool:
+        pairs = zip(jobs, target.tensors, strict=True)
+        # The largest first, so that all threads end at about the same time.
+        largest = sorted(pairs, key=lambda pair: -pair[1].nbytes)
+        with Reader(folder) as reader, ThreadPoolExecutor(num_file_threads()) as pool:
             reads = [
                 pool.submit(reader.read, *job, tensor)
-                for job, tensor in zip(jobs, target.tensors, strict=True)
+                for job, tensor in largest
                 if tensor.numel()
             ]
             for each in reads:
@@ -344,15 +345,16 @@ def _write(folder: Path, state: _State) -> None:
             zip(state.keys, state.tensors, strict=True)
         )
     ]
-    # The largest first, each to the file with the fewest bytes.
-    contents: list[list[int]] = [[] for _ in range(_NUM_FILES)]
-    sizes = [0] * _NUM_FILES
+    # Each file has its thread. The largest piece first, each to the file with the fewest bytes.
+    num_files = num_file_threads()
+    contents: list[list[int]] = [[] for _ in range(num_files)]
+    sizes = [0] * num_files
     for number in sorted(range(len(items)), key=lambda number: -items[number].num_bytes):
         smallest = sizes.index(min(sizes))
         contents[smallest].append(number)
         sizes[smallest] += items[number].num_bytes
-    files = [f"pieces-{number}.safetensors" for number in range(_NUM_FILES)]
-    with ThreadPoolExecutor(_NUM_FILES) as pool:
+    files = [f"pieces-{number}.safetensors" for number in range(num_files)]
+    with ThreadPoolExecutor(num_files) as pool:
         written = pool.map(
             lambda file, numbers: write_file(folder / file, [items[n] for n in numbers]),
             *(files, contents),

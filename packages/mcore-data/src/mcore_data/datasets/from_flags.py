@@ -112,7 +112,7 @@ def build_valid_sets(
     seed: int,
     num_samples: int,
 ) -> dict[str, GPTDataset | PackedDataset | OrderedBlend]:
-    """Build each dataset of ``--valid-data-path`` separately; return them by prefix.
+    """Build each dataset of ``--valid-data-path`` separately; return them by name or prefix.
 
     Args:
         config: data options.
@@ -132,10 +132,12 @@ def build_valid_sets(
             "of --valid-data-path."
         )
     datasets: dict[str, GPTDataset | PackedDataset | OrderedBlend] = {}
-    for prefix in blend.prefixes:
+    names = config.validation_set_names or blend.prefixes
+    for name, prefix in zip(names, blend.prefixes, strict=True):
         single = replace(
             config,
             multiple_validation_sets=False,
+            validation_set_names=(),
             data_mixture_path="",
             train_data_path=(),
             valid_data_path=(prefix,),
@@ -150,7 +152,7 @@ def build_valid_sets(
             only=("valid",),
         )
         assert built[1] is not None
-        datasets[prefix] = built[1]
+        datasets[name] = built[1]
     return datasets
 
 

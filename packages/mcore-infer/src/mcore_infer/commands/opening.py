@@ -1,8 +1,9 @@
 """Options of the model that a command runs, and the context that loads it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from mcore_infer.loading import LoadedModel
 
 _TIMEOUT_MINUTES = 10.0
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ def opened(
     options: ModelOptions,
     *,
     draft: str = "",
+    adapters: Mapping[str, str] = _NO_ADAPTERS,
     takes_t5: bool = False,
     on_fault: Callable[[str], None] = lambda _fault: None,
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
@@ -70,6 +73,7 @@ def opened(
     Args:
         options: the model, its device and ranks.
         draft: folder of the draft model; empty: no draft model.
+        adapters: folders of adapters by name, see ``load_model``.
         takes_t5: see ``load_model``.
         on_fault: see ``Watch``.
     """
@@ -91,6 +95,9 @@ def opened(
     # Before any rank waits for another.
     folder = resolve_folder(options.load, options.ckpt_step, takes_any=True)
     draft_folder = resolve_folder(draft, takes_any=True) if draft else None
+    adapter_folders = {
+        name: resolve_folder(given, takes_any=True) for name, given in adapters.items()
+    }
     environment = read_environment()
     pp = options.pipeline_model_parallel_size
     tp = options.tensor_model_parallel_size or max(1, environment.world_size // max(1, pp))
@@ -108,7 +115,13 @@ def opened(
         device = initialize(options.device, _TIMEOUT_MINUTES)
         ctx = ParallelContext.build(config, device)
         needs_experts = ep > 1 or options.expert_tensor_parallel_size > 0
-        loaded = load_model(folder, ctx, takes_t5=takes_t5, needs_experts=needs_experts)
+        loaded = load_model(
+            folder,
+            ctx,
+            takes_t5=takes_t5,
+            needs_experts=needs_experts,
+            adapters=adapter_folders,
+        )
         if draft_folder is not None:
             loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)
         if options.tokenizer:

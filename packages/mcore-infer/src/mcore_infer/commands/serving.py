@@ -44,6 +44,12 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
 
     is_first = read_environment().rank == 0
     limits, worker = _limits(server), None
+    name = server.served_model_name or Path(model.load).resolve().name
+    if name in server.adapter_folders:
+        raise ValueError(
+            f"--lora-modules {name}=... has the name of the model: give another name, or "
+            "another --served-model-name."
+        )
     template = file_text("--chat-template", server.chat_template)
 
     def on_fault(fault: str) -> None:
@@ -53,7 +59,12 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     listener = _listen(server) if is_first else nullcontext()  # before the model is loaded
     with (
         listener as listening,
-        opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
+        opened(
+            model,
+            draft=engine.draft_load,
+            adapters=server.adapter_folders,
+            on_fault=on_fault,
+        ) as (loaded, tokenizer, _),
     ):
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.replies import ServedModel
@@ -64,7 +75,13 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         chat = load_chat_format(template, tokenizer)  # on every rank, so that all raise
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
-            loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
+            loaded.model,
+            engine,
+            loaded.draft,
+            loaded.kv_scales,
+            replicas,
+            in_step,
+            loaded.adapters,
         )
         running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:
@@ -72,7 +89,8 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
                 follow(running, loaded.world, replicas)
             return 0
         served = ServedModel(
-            name=server.served_model_name or Path(model.load).resolve().name,
+            name=name,
+            adapters=tuple(server.adapter_folders),
             tokenizer=tokenizer,
             vocab_size=loaded.model.vocab_size,
             max_tokens=running.config.max_sequence_tokens,

@@ -9,6 +9,7 @@ from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
 from mcore_infer.engine.limits import EngineConfig, Scales
 from mcore_infer.engine.sizing import fitting_pages
+from mcore_models.peft.stacking import StackedAdapters
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -23,6 +24,7 @@ def build_engine(
     kv_scales: Mapping[int, Scales] = MappingProxyType({}),
     replicas: Axis = SINGLE,
     in_step: Axis = SINGLE,
+    adapters: StackedAdapters | None = None,
 ) -> Engine:
     """Build an engine whose cache fits into memory, with as many pages on all its ranks.
 
@@ -35,6 +37,7 @@ def build_engine(
         kv_scales: the checkpoint's scales of an fp8 cache, by layer.
         replicas: ranks with the same model, whose engines refuse the same requests.
         in_step: all ranks of replicas that share experts, see ``Engine``.
+        adapters: of the model, from which requests choose by name.
 
     Raises:
         ValueError: if the engine cannot run the model with these options, or fewer than two
@@ -53,7 +56,7 @@ def build_engine(
         fp8_cache=chosen_cache(config.kv_cache_dtype, model.config, kv_scales),
     )
     num_pages = fitting_pages(model, limits, draft, replicas)
-    return Engine(model, replace(limits, num_pages=num_pages), draft, in_step)
+    return Engine(model, replace(limits, num_pages=num_pages), draft, in_step, adapters)
 
 
 def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:

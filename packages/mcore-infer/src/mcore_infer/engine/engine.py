@@ -11,6 +11,7 @@ on other requests, on how its prompt is cut into chunks, or on shared or preempt
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
 from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_models.kernels.batch_invariant_model import FLAG, is_batch_invariant
+from mcore_models.peft.stacking import StackedAdapters
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
@@ -90,6 +92,7 @@ class Engine:
         config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
             only the state after the last token, and with proposals of ``mtp``.
         in_step: all ranks that call ``step`` together, over all replicas.
+        adapters: of the model, one for each request; None: it has none to choose from.
         scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
         decoder: runs steps in which every request writes.
@@ -108,6 +111,7 @@ class Engine:
         config: EngineConfig,
         draft: LanguageModel | None = None,
         in_step: Axis = SINGLE,
+        adapters: StackedAdapters | None = None,
     ) -> None:
         """Build scheduler, cache and decoder; memory is allocated by the first step.
 
@@ -119,6 +123,7 @@ class Engine:
             in_step: all ranks of replicas that share experts. Each replica has its own
                 requests; all call ``step`` together, and a replica without work runs a row of
                 padding.
+            adapters: of the model, from which requests choose by name.
 
         Raises:
             ValueError: if the model is in training mode, the options do not fit the model, or
@@ -137,6 +142,11 @@ class Engine:
             config = replace(config, records_graphs=False)  # lengths are read on the host
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft, in_step)
+            if adapters is not None and config.speculative_drafts == "mtp":
+                raise ValueError(
+                    "--speculative-drafts mtp runs a layer without the adapters of "
+                    "--lora-modules: use ngram or model."
+                )
         if has_recurrent_layers(model.config) or config.speculative_drafts == "mtp":
             config = replace(config, prefix_cache=False)
         if depends_on_length(model.config):
@@ -152,11 +162,12 @@ class Engine:
         if not config.num_pages:
             config = replace(config, num_pages=fitting_pages(model, config, draft))
         self.model, self.config, self.in_step = model, config, in_step
+        self.adapters = adapters
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
         sizes = config.num_pages, config.page_tokens, config.max_requests
         self.cache = PagedCache(*sizes, config.fp8_cache)
-        self.cache.in_fixed_order = in_fixed_order
+        self.cache.in_fixed_order, self.cache.adapters = in_fixed_order, adapters
         self.scheduler = Scheduler(
             config,
             PagePool(config.num_pages, config.page_tokens),
@@ -197,6 +208,7 @@ class Engine:
         rules: TokenRules | None = None,
         scores: ScoreRequest | None = None,
         structure: Structure | None = None,
+        adapter: str = "",
     ) -> int:
         """Queue a request; no communication.
 
@@ -211,6 +223,7 @@ class Engine:
             rules: changes to the logits of single tokens.
             scores: log probabilities to compute; None: of the written tokens.
             structure: grammar of the text; None: any text.
+            adapter: name of the adapter that writes it; empty: the base model.
 
         Returns:
             The number of the request.
@@ -229,6 +242,7 @@ class Engine:
                 rules=rules or TokenRules(),
                 scores=scores or ScoreRequest(),
                 structure=structure,
+                adapter=adapter,
             )
         )
 
@@ -240,15 +254,20 @@ class Engine:
         """
         sequence = RunningSequence(request, self._matcher(request.structure))
         _check_request(self.model, sequence)
+        adapter = self._adapter_number(request.adapter)
         number, scores = self._num_requests, request.scores
         if request.sampling.beam_width:
             check_beams(sequence, self.model.vocab_size)
             self.scheduler.check(sequence.prompt, sequence.num_tokens)
             self._num_requests += 1
-            self._beams.begin(number, sequence, self.add)
+            self._beams.begin(number, sequence, partial(self.add, adapter=request.adapter))
             return number
         self.scheduler.add(
-            number, sequence.prompt, sequence.num_tokens, shares_prefix=not scores.prompt
+            number,
+            sequence.prompt,
+            sequence.num_tokens,
+            shares_prefix=not scores.prompt,
+            adapter=adapter,
         )
         self._sequences[number] = sequence
         self._num_requests += 1
@@ -260,6 +279,12 @@ class Engine:
         if self.grammars is None:
             raise ValueError("structured output needs an engine with a tokenizer.")
         return self.grammars.matcher(structure)
+
+    def _adapter_number(self, name: str) -> int:
+        names = () if self.adapters is None else self.adapters.names
+        if name and name not in names:
+            raise ValueError(f"no adapter {name} here: {', '.join(names) or 'none is loaded'}.")
+        return names.index(name) if name else -1
 
     def abort(self, request: int) -> None:
         """Cancel a request; no effect if it has finished."""
@@ -484,7 +509,8 @@ class Engine:
                 result = sequence.result()
                 self.abort(request)
                 if request in self._beams:
-                    yield from self._beams.take(request, result, self.add)
+                    add = partial(self.add, adapter=sequence.request.adapter)
+                    yield from self._beams.take(request, result, add)
                 else:
                     yield request, result
 

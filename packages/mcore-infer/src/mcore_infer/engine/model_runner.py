@@ -16,6 +16,7 @@ run without a graph: they keep the device busy for longer than the host needs to
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.stages import last_stage_logits, run_stages
-from mcore_infer.engine.step_layout import DecodeTensors, step_tensors
+from mcore_infer.engine.step_layout import DecodeTensors, StepTensors, step_tensors
 from mcore_models.protocol import LanguageModel
 
 if TYPE_CHECKING:
@@ -167,9 +168,15 @@ class Decoder:
         return run
 
 
-def _hidden(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> Tensor:
+def _hidden(
+    model: LanguageModel, cache: PagedCache, inputs: StepTensors | DecodeTensors
+) -> Tensor:
     cache.step = inputs
-    return run_stages(model, inputs.tokens, inputs.positions, cache)
+    chosen = nullcontext()
+    if cache.adapters is not None:
+        chosen = cache.adapters.chosen(inputs.adapters)
+    with chosen:
+        return run_stages(model, inputs.tokens, inputs.positions, cache)
 
 
 def _hidden_and_logits(
@@ -257,8 +264,7 @@ class PromptSteps:
             self._record(size)
         if size not in self._runs:
             inputs = step_tensors(step, self.cache.page_tokens, self.device)
-            self.cache.step = inputs
-            return run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
+            return _hidden(self.model, self.cache, inputs)
         self._inputs[size].fill(step, self.cache.page_tokens, self.cache.padding)
         self.num_recorded += 1
         return self._runs[size]()[: step.num_tokens]

@@ -35,6 +35,7 @@ from mcore_infer.engine.step_layout import (
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_models.kernels.batch_invariant import fixed_order_attention
+from mcore_models.peft.stacking import StackedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class PagedCache:
         step: inputs of the next forward.
         is_padded: whether decoding runs without a kernel, on gathered and padded keys.
         in_fixed_order: attend text by text in the order of ``kernels.batch_invariant``.
+        adapters: of the model, by request; None: requests choose none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class PagedCache:
         self._fp8 = fp8
         self.step: StepTensors | DecodeTensors | None = None
         self.is_padded = self.in_fixed_order = False
+        self.adapters: StackedAdapters | None = None
         self._memories: dict[int, _LayerMemory] = {}
 
     @property

@@ -37,6 +37,8 @@ class Chunk:
     """Whether the step chooses the token after the last one."""
     num_drafts: int = 0
     """Proposals at the end of ``tokens``; the step also chooses the token before each."""
+    adapter: int = -1
+    """Number of the request's adapter; -1: none."""
 
     @property
     def is_writing(self) -> bool:
@@ -64,8 +66,9 @@ class _Request:
     tokens: list[int]
     shares_prefix: bool
     order: int  # by arrival
-    keys: list[Key]  # FIRST_KEY, then the key of each complete page
+    keys: list[Key]  # the adapter's first key, then the key of each complete page
     most_pages: int  # pages of its longest possible text
+    adapter: int
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0  # pages that other requests may share
@@ -122,6 +125,7 @@ class Scheduler:
         max_new_tokens: int,
         *,
         shares_prefix: bool = True,
+        adapter: int = -1,
     ) -> None:
         """Queue a request.
 
@@ -131,13 +135,17 @@ class Scheduler:
             max_new_tokens: most tokens to write; 0: the request ends once its prompt is read.
             shares_prefix: whether it may use pages that other requests computed; False if
                 log probabilities of its prompt are requested.
+            adapter: number of the adapter that computes it; -1: none. Requests of different
+                adapters share no pages.
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
         self.check(prompt, max_new_tokens)
         keys, order = [FIRST_KEY], self._num_arrived
+        if adapter >= 0:
+            keys = [next_key(FIRST_KEY, [adapter])]
         most_pages = self._num_pages(_most_computed(prompt, max_new_tokens))
-        new = _Request(request, list(prompt), shares_prefix, order, keys, most_pages)
+        new = _Request(request, list(prompt), shares_prefix, order, keys, most_pages, adapter)
         self._num_arrived += 1
         self._requests[request] = new
         self._waiting.append(new)
@@ -249,7 +257,15 @@ class Scheduler:
             request.num_in_flight += 1
             begin = request.num_computed + 1
             chunks.append(
-                Chunk(request.id, request.slot, begin, (-1,), pages, wants_token=True)
+                Chunk(
+                    request.id,
+                    request.slot,
+                    begin,
+                    (-1,),
+                    pages,
+                    wants_token=True,
+                    adapter=request.adapter,
+                )
             )
         return Step(tuple(chunks))
 
@@ -414,6 +430,7 @@ class Scheduler:
             tuple(request.pages),
             wants_token=begin + count == len(request.tokens),
             num_drafts=len(drafts),
+            adapter=request.adapter,
         )
 
     def _publish(self, request: _Request) -> None:

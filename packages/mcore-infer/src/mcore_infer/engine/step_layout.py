@@ -83,6 +83,8 @@ class StepTensors:
     """None: every chunk has several tokens."""
     fresh: FreshPrompts | None
     """None: fewer than two chunks start their texts."""
+    adapters: Int[Tensor, " T"] | None
+    """Number of each token's adapter, -1 for none; None: no token has one."""
 
     @property
     def num_earlier(self) -> int:
@@ -114,6 +116,9 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         tuple(views),
         _singles(step, views, device),
         _fresh(views, device),
+        on_device([c.adapter for c in step.chunks for _ in c.tokens], device)
+        if _has_adapters(step)
+        else None,
     )
 
 
@@ -255,8 +260,9 @@ class DecodeTensors:
         rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
         self.tokens, self.positions, self.places, self.lengths, self.slots = (
             rows[0][None],
-            *rows[1:],
+            *rows[1:5],
         )
+        self._adapters, self._has_adapters = rows[5], False
 
     def fill(
         self,
@@ -277,12 +283,17 @@ class DecodeTensors:
         """
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
-        self._extent = None
+        self._extent, self._has_adapters = None, _has_adapters(step)
         self._mirrors.append(self._mirrors.pop(0))  # the copy that was sent longest ago
         self._mirrors[0].fill(step, page_tokens, *padding)
         self._mirrors[0].send(self._device)
         if tokens is not None:
             self.tokens[0, : len(tokens)] = tokens
+
+    @property
+    def adapters(self) -> Int[Tensor, " R"] | None:
+        """Number of each row's adapter, -1 for none; None: no row of this one step has one."""
+        return self._adapters if self.is_recorded or self._has_adapters else None
 
     @property
     def seen_tables(self) -> Int[Tensor, "R W"]:
@@ -302,7 +313,7 @@ class _Mirror:
 
     def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
         self.memory = torch.zeros(
-            num_rows * (5 + num_pages), dtype=torch.int64, pin_memory=device.type == "cuda"
+            num_rows * (6 + num_pages), dtype=torch.int64, pin_memory=device.type == "cuda"
         )
         rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
         self.rows, self.tables = rows.numpy(), tables.numpy()
@@ -320,22 +331,23 @@ class _Mirror:
         if self._sent is not None:
             self._sent.synchronize()
         rows = [
-            (token, chunk.begin + i, chunk.pages, chunk.slot)
+            (token, chunk.begin + i, chunk.pages, chunk.slot, chunk.adapter)
             for chunk in step.chunks
             for i, token in enumerate(chunk.tokens)
         ]
         num_used = len(rows)
         # Rows of the matrix: token, position, row of the key in the cache, keys of the request
-        # with the new one, slot. Then padding: token 0 at position 0 of the padding page.
+        # with the new one, slot, adapter. Then padding: token 0 at position 0 of its page.
         self.rows[0, :num_used] = [row[0] for row in rows]
         self.rows[1, :num_used] = [row[1] for row in rows]
         self.rows[2, :num_used] = [
             pages[position // page_tokens] * page_tokens + position % page_tokens
-            for _, position, pages, _ in rows
+            for _, position, pages, *_ in rows
         ]
         self.rows[3, :num_used] = [row[1] + 1 for row in rows]
         self.rows[4, :num_used] = [row[3] for row in rows]
-        padding = [0, 0, padding_page * page_tokens, 1, padding_slot]
+        self.rows[5, :num_used] = [row[4] for row in rows]
+        padding = [0, 0, padding_page * page_tokens, 1, padding_slot, -1]
         self.rows[:, num_used:] = [[number] for number in padding]
         spans = [(len(chunk.tokens), chunk.pages) for chunk in step.chunks]
         # Page tables are most of the numbers and change once in page_tokens steps. The
@@ -355,9 +367,13 @@ class _Mirror:
 
 def _rows_and_tables(
     memory: Tensor, num_rows: int, num_pages: int
-) -> tuple[Int[Tensor, "5 R"], Int[Tensor, "R M"]]:
-    rows, tables = memory.split([5 * num_rows, num_rows * num_pages])
-    return rows.view(5, num_rows), tables.view(num_rows, num_pages)
+) -> tuple[Int[Tensor, "6 R"], Int[Tensor, "R M"]]:
+    rows, tables = memory.split([6 * num_rows, num_rows * num_pages])
+    return rows.view(6, num_rows), tables.view(num_rows, num_pages)
+
+
+def _has_adapters(step: Step) -> bool:
+    return any(chunk.adapter >= 0 for chunk in step.chunks)
 
 
 def _positions(chunk: Chunk) -> range:

@@ -10,8 +10,8 @@ tensor ranks split the model, data ranks the rows.
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from typing import Any, Literal
 
@@ -175,6 +175,76 @@ class Requests:
         )
         text = self.tokens.decode(written.ids, skip_special_tokens=True)
         return _cut(text, until)
+
+
+class HarnessTasks:
+    """Tasks of the harness, scored with models of this process whenever a caller asks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Find the tasks and read their data once, as the harness does, from the Hub or files.
+
+        Args:
+            names: of tasks or groups, or YAML files of tasks.
+
+        Raises:
+            ValueError: if the harness is not installed, a task cannot be loaded, or two names
+                bring the same task.
+        """
+        self._adapter = adapter_class()
+        self._manager: Any = import_module("lm_eval.tasks").TaskManager()
+        self._tasks: list[Any] = []
+        for name in names:
+            try:
+                loaded = self._manager.load([name])
+            except Exception as error:
+                raise ValueError(
+                    f"lm-evaluation-harness cannot load the task {name} "
+                    f"({type(error).__name__}: {error}); `lm_eval ls tasks` lists its tasks."
+                ) from error
+            # A name is that of a group, which may hold others, or of one or several tasks.
+            inner = {child for group in loaded["group_map"].values() for child in group}
+            outer = [group for key, group in loaded["groups"].items() if key not in inner]
+            self._tasks += outer or loaded["tasks"].values()
+        self._manager.load(self._tasks)  # refuses a task that two names bring
+
+    def scores(
+        self, model: LanguageModel, tokenizer: Tokenizer, *, context_tokens: int, axis: Axis
+    ) -> dict[str, Mapping[str, float]]:
+        """Return the metrics of each task by name; nothing on ranks with a LOCAL_RANK above 0.
+
+        All ranks call it together. Random states of Python, NumPy and torch stay as they are.
+
+        Args:
+            model: in eval mode.
+            tokenizer: of the model.
+            context_tokens: most tokens of a row.
+            axis: data ranks that share the rows.
+        """
+        evaluate: Any = import_module("lm_eval.evaluator").simple_evaluate
+        api = self._adapter(
+            model=model, tokenizer=tokenizer, max_length=context_tokens, data_axis=axis
+        )
+        seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # progress bars
+            found = evaluate(
+                api,
+                tasks=self._tasks,
+                task_manager=self._manager,
+                bootstrap_iters=0,
+                log_samples=False,
+                **seeds,  # None: the harness leaves the states as they are
+            )
+        rows = found["results"] if found else {}
+        return {name: _metrics(row) for name, row in rows.items()}
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a task; the harness calls them by metric and filter."""
+    return {
+        key.removesuffix(",none").replace(",", "_"): float(value)
+        for key, value in row.items()
+        if isinstance(value, int | float) and key != "sample_len"
+    }
 
 
 def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:

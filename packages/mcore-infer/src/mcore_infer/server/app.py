@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.description import INTERFACES, Interface, openapi
-from mcore_infer.server.replies import Reply, ServedModel
+from mcore_infer.server.replies import Reply, ServedModel, unknown_model
 from mcore_infer.server.responses import (
     EngineResponse,
     Metrics,
@@ -185,19 +185,22 @@ class Server:
         return b"".join(parts)
 
     async def models(self, request: Request) -> Response:
-        """Return the served model, in a list or by its name."""
-        name = request.path_params.get("name", "")
-        if name not in ("", self.served.name):
-            message = f"no model {name[:100]} here: {self.served.name} is served."
-            raise RequestError(404, message, "model", "model_not_found")
-        model = {
-            "id": self.served.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "mcore",
-            "max_model_len": self.served.max_tokens,
+        """Return the model and its adapters, in a list or one by its name."""
+        served, name = self.served, request.path_params.get("name", "")
+        if name and name not in served.names:
+            raise unknown_model(name, served)
+        models = {
+            each: {
+                "id": each,
+                "object": "model",
+                "created": 0,
+                "owned_by": "mcore",
+                "parent": served.name if each in served.adapters else None,
+                "max_model_len": served.max_tokens,
+            }
+            for each in served.names
         }
-        return _json(model if name else {"object": "list", "data": [model]})
+        return _json(models[name] if name else {"object": "list", "data": [*models.values()]})
 
     async def health(self, _request: Request) -> Response:
         """Return whether the engine runs: status 200, or 503 after a failure."""

@@ -39,10 +39,17 @@ class ServedModel:
     """Most tokens of a prompt and its text together."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's end of document."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters, which requests give as their ``model``."""
     chat: ChatFormat | None = None
     """Chat template; None: jinja2 is missing."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Default sampling of OpenAI's interfaces: ``LoadedModel.sampling_defaults``."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the model and of its adapters."""
+        return (self.name, *self.adapters)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -118,7 +125,7 @@ class OpenAIReply(Reply):
             "id": f"{id_prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": served.name,
+            "model": body.model or served.name,
         }
 
     def last_events(self) -> Sequence[Any]:
@@ -136,11 +143,16 @@ class OpenAIReply(Reply):
 
 
 def check_model(body: TextBody, served: ServedModel) -> None:
-    """Raise RequestError if the body names another model."""
-    if body.model not in (None, served.name):
-        name = str(body.model)[:100]
-        message = f"no model {name} here: {served.name} is served."
-        raise RequestError(404, message, "model", "model_not_found")
+    """Raise RequestError if the body names neither the model nor an adapter."""
+    if body.model is not None and body.model not in served.names:
+        raise unknown_model(body.model, served)
+
+
+def unknown_model(name: str, served: ServedModel) -> RequestError:
+    """Return the error of a name that is neither the model's nor an adapter's."""
+    names = f"{', '.join(served.names)} {'are' if served.adapters else 'is'} served."
+    message = f"no model {name[:100]} here: {names}"
+    return RequestError(404, message, "model", "model_not_found")
 
 
 def text_requests(
@@ -191,6 +203,7 @@ def text_requests(
     if body.min_tokens:
         rules = TokenRules(bias=rules.bias, min_tokens=body.min_tokens, ends=tuple(ends))
     sampling, seed = _sampling(body, served), seed_or_random(body.seed)
+    adapter = body.model if body.model in served.adapters else ""
     requests, answers = [], []
     for number, (ids, num_tokens) in enumerate(prompts):
         for _ in range(body.n):
@@ -205,6 +218,7 @@ def text_requests(
                     rules=rules,
                     scores=scores,
                     structure=structure,
+                    adapter=adapter,
                 )
             )
             answers.append(

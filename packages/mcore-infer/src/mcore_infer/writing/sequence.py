@@ -134,6 +134,9 @@ class TextRequest:
     structure: Structure | None = None
     """Grammar of the text; None: any text."""
 
+    adapter: str = ""
+    """Name of the adapter that writes the text; empty: the base model."""
+
 
 class RunningSequence:
     """One text while it is written.

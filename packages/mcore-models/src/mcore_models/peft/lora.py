@@ -10,7 +10,7 @@ Hu et al. 2021, LoRA, arXiv:2106.09685; Liu et al. 2024, DoRA, arXiv:2402.09353.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
+if TYPE_CHECKING:
+    from mcore_models.peft.stacking import StackedAdapters
+
 A_NAME, B_NAME, MAGNITUDE_NAME = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 """Logical names of an adapter's tensors, as in Hugging Face PEFT."""
 
@@ -46,6 +49,8 @@ class LinearAdapter(nn.Module, ABC):
         lora_B: B of each adapted output, stacked; this rank's rows.
         magnitude: length of each row of the adapted weight (DoRA), or None.
         is_on: whether the linear adds the adapters' outputs, see ``adapters_off``.
+        stack: chooses an adapter for each token, if these are several stacked; None: they are
+            one.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class LinearAdapter(nn.Module, ABC):
         super().__init__()
         self.axis, self.scale, self.rank = axis, config.scale, config.lora_dim
         self.is_on = True
+        self.stack: StackedAdapters | None = None
         self.partial = axis if sequence_parallel else SINGLE
         self.outputs, self.is_adapted = tuple(outputs), tuple(is_adapted)
         self.sizes = self._local_sizes()
@@ -128,7 +134,11 @@ class LinearAdapter(nn.Module, ABC):
             weight: of the linear.
             bias: of the linear, or None.
         """
+        if self.stack is not None and self.stack.mask is None:
+            return y
         hidden = self._pass_on(F.linear(self.dropout(x), self.lora_A))
+        if self.stack is not None:
+            hidden = self.stack.select(hidden)
         down = self._wide_b().t()
         if self.magnitude is None:
             return torch.addmm(

@@ -48,4 +48,8 @@ def give_memory(parameter: nn.Parameter, device: torch.device) -> None:
 
 def zeros_of_meta(tensor: Tensor, device: torch.device) -> Tensor:
     """Return zeros like a tensor on the meta device, and any other as it is."""
-    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor
+    if not tensor.is_meta:
+        return tensor
+    # zeros_like of a tensor on the meta device imports SymPy, which takes seconds.
+    shape, dtype = tensor.shape, tensor.dtype
+    return torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=device).zero_()

@@ -9,6 +9,7 @@ the data is that number alone.
 import json
 import logging
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -32,9 +33,10 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.update_rule import AVERAGE
 from mcore_parallel.sharding import Shard
-from mcore_train.assembly import Run
+from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.batches.datasets import num_samples
 from mcore_train.checkpoints.adapter_bases import (
@@ -65,6 +67,7 @@ from mcore_train.checkpoints.side_state import (
     take_streams,
     wanted_fp8_shards,
 )
+from mcore_train.composition import TrainConfig
 from mcore_train.config import RunConfig
 from mcore_train.options.recipe import changed_options, write_recipe
 from mcore_train.reporting.header import read_shares
@@ -140,6 +143,44 @@ def save_run(run: Run) -> Path:
         )
 
 
+def build_run(plan: Plan, ctx: ParallelContext, tables: Tables | None = None) -> Run:
+    """Assemble a run on this rank and load what it continues from or starts with.
+
+    All ranks call it with equal plans. Initial weights are drawn only if some of them stay:
+    drawing takes seconds for each billion weights of a rank.
+
+    Args:
+        plan: see ``assemble``.
+        ctx: the layout's groups.
+        tables: see ``assemble``.
+
+    Raises:
+        ValueError: as ``assemble`` and ``load_run``.
+        FileNotFoundError: as ``assemble``.
+    """
+    began_s = time.monotonic()
+    draws_weights = not _loads_all_weights(plan.config, ctx)
+    run = assemble(plan, ctx, tables=tables, draws_weights=draws_weights)
+    drawn = "initial weights drawn" if draws_weights else "no weights drawn: all are loaded"
+    log.info("assembled in %.1f s, %s", time.monotonic() - began_s, drawn)
+    return load_run(run)
+
+
+def _loads_all_weights(config: TrainConfig, ctx: ParallelContext) -> bool:
+    """Whether ``load_run`` sets every weight of the run, or raises."""
+    strictness = config.strictness
+    may_leave = (
+        strictness.on_missing != "raise" or strictness.dist_ckpt_shape_mismatch == "skip"
+    )
+    if may_leave or config.peft.peft != "none":
+        return False
+    options = starting_point(config)
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is not None or config.loading.pretrained_checkpoint:
+        return True
+    return _open_local(config, ctx, folder) is not None
+
+
 def load_run(run: Run) -> Run:
     """Continue from ``--load``, or with ``--auto-resume`` from ``--save``, if there is a step.
 
@@ -208,17 +249,8 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     Raises:
         ValueError: if it is of another layout, model or schedule.
     """
-    config = run.plan.config
-    options, local = starting_point(config), config.local_saving
-    resumes = config.loading.auto_resume
-    loads_state = bool(options.load) and not options.finetune
-    if not local.non_persistent_local_ckpt_dir or not (resumes or loads_state):
-        return None
-    saver = LocalSaver(local, run.ctx.world)
-    step = saver.latest()
-    has_steps = folder is not None and not options.finetune
-    lasting = read_index(folder).extra.get("iteration", -1) if has_steps else -1
-    if step is None or step < lasting or (options.ckpt_step and not resumes):
+    local = run.plan.config.local_saving
+    if (saver := _open_local(run.plan.config, run.ctx, folder)) is None:
         return None
     shards = state_shards(run)
     rng = rng_shards(run)
@@ -238,6 +270,30 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
         run.optimizer.restart_average()
     run = replace(run, origin=replace(run.origin, checkpoint=str(where)))
     return _continue_after(run, plan, extra, data_plan_text)
+
+
+def _open_local(
+    config: TrainConfig, ctx: ParallelContext, folder: Path | None
+) -> LocalSaver | None:
+    """Open the hosts' disks, if the run continues from there; all ranks call it together.
+
+    Args:
+        config: of the run.
+        ctx: the layout's groups.
+        folder: step of ``--load``; None if there is none.
+    """
+    options, local = starting_point(config), config.local_saving
+    resumes = config.loading.auto_resume
+    loads_state = bool(options.load) and not options.finetune
+    if not local.non_persistent_local_ckpt_dir or not (resumes or loads_state):
+        return None
+    saver = LocalSaver(local, ctx.world)
+    step = saver.latest()
+    has_steps = folder is not None and not options.finetune
+    lasting = read_index(folder).extra.get("iteration", -1) if has_steps else -1
+    if step is None or step < lasting or (options.ckpt_step and not resumes):
+        return None
+    return saver
 
 
 def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Plan:

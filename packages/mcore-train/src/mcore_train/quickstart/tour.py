@@ -32,9 +32,9 @@ from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import Run, assemble
+from mcore_train.assembly import Run
 from mcore_train.checkpoints.adapter_bases import model_shards
-from mcore_train.checkpoints.resuming import load_run, optimizer_shards
+from mcore_train.checkpoints.resuming import build_run, optimizer_shards
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.loop import train
@@ -132,7 +132,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
     Returns:
         None if a signal stopped it before.
     """
-    run = load_run(assemble(plan, ctx))
+    run = build_run(plan, ctx)
     log.info(
         "A GPT of %.2f million parameters, %d steps of %d tokens, on %d x %s:",
         num_parameters(plan.config.model, plan.vocab_size) / 1e6,
@@ -181,7 +181,7 @@ def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
         loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
         saving=SaveConfig(),
     )
-    run = load_run(assemble(replace(plan, config=config), ctx))
+    run = build_run(replace(plan, config=config), ctx)
     return run if train(run, Reporter(None)) else None
 
 

@@ -29,6 +29,7 @@ from rich.progress import (
 )
 
 from mcore_train.reporting.health import Health
+from mcore_train.reporting.loggers.background import warn_of_failure
 from mcore_train.reporting.loggers.protocol import Attempt, Header, Logger
 
 if TYPE_CHECKING:
@@ -343,10 +344,7 @@ class Reporter:
                 call(logger)
             except Exception as error:  # noqa: BLE001 - whatever a service or its client does
                 self.loggers.remove(logger)
-                log.warning(
-                    "%s failed and gets no more numbers of this run (%s: %s); training goes on",
-                    *(type(logger).__name__, type(error).__name__, error),
-                )
+                warn_of_failure(logger, error)
 
     def report_texts(self, iteration: int, texts: Iterable[tuple[str, str]]) -> None:
         """Write prompts and the texts that the model wrote after them."""

@@ -66,8 +66,9 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
         except BaseException as error:  # the package raises its own between two lines
             is_lasting = isinstance(error, LASTING) and not _is_of_torch(error)
             # The frames hold the groups. A gloo group closes its connections only when it is
-            # freed, and other ranks wait on these connections.
-            traceback.clear_frames(error.__traceback__)
+            # freed, and other ranks wait on these connections. They hold the tensors too, and
+            # the package keeps the error while the next attempt allocates its own.
+            clear_frames(error)
             if is_lasting:
                 failure.append(error)
                 raise abort_error(str(error)) from error
@@ -87,6 +88,14 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
             "ranks ended for good on another rank, or too few of them are left to go on in "
             f"process ({active} must train): the launcher has to start them again."
         ) from None
+
+
+def clear_frames(error: BaseException) -> None:
+    """Free the locals of all frames of an error, and of the errors that it was raised in."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__
 
 
 def _is_of_torch(error: BaseException) -> bool:

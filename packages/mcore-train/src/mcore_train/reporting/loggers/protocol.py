@@ -1,6 +1,7 @@
 """``Logger``: what takes the numbers of a run; a program may hand in its own.
 
-Only the rank that reports has loggers. What a logger raises is logged, and training goes on.
+Only the rank that reports has loggers. What a logger raises is logged, and training goes on. A
+logger that may block is wrapped in ``background.BackgroundLogger``.
 """
 
 from collections.abc import Mapping
