@@ -17,7 +17,7 @@ from mcore_models.families import Family
 from mcore_models.flops import num_parameters
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
-from mcore_parallel.pipeline_parallel.config import SCHEDULES, PipelineConfig
+from mcore_parallel.pipeline_parallel.config import SCHEDULES, V_SHAPED, PipelineConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, RankMemory, predict_memory
 from mcore_train.planning.model_work import is_t5, model_shape
@@ -360,7 +360,7 @@ def _pipelines(
     found: list[PipelineConfig] = []
     for name in SCHEDULES:
         for chunks in range(2, MOST_CHUNKS + 1) if name == "interleaved" else (1,):
-            stages = pp * (2 if name in ("zb-v", "dualpipev") else chunks)
+            stages = pp * (2 if name in V_SHAPED else chunks)
             first_last = _uneven(layers, pp) if layers % pp else (0, 0)
             if layers % stages and (stages > pp or not first_last):
                 continue
