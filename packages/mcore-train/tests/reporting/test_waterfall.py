@@ -2,6 +2,7 @@ import gc
 import io
 import json
 import logging
+import math
 import time
 from dataclasses import replace
 from statistics import mode
@@ -18,7 +19,7 @@ from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
-from mcore_train.reporting.waterfall import AXES, PARTS, build_waterfall
+from mcore_train.reporting.waterfall import AXES, PARTS, StepWatch, build_waterfall
 from mcore_train.resolution import resolve
 
 TINY = {
@@ -295,6 +296,14 @@ def test_noise_and_signal_are_those_of_the_parts():
     noise, found = noise_and_signal(part.item(), whole.square().sum(-1).mean().item(), parts)
     assert found == pytest.approx(signal.square().sum().item(), rel=0.02)
     assert noise == pytest.approx(9 * 2000 / parts, rel=0.02)
+
+
+def test_a_step_that_overflowed_is_left_out_of_the_noise():
+    watch = StepWatch(build(1))
+    of_a_step = [[1.0, 3.0, 4.0]]
+    found = watch._noise_of(of_a_step)
+    assert math.isnan(watch._noise_of([[math.inf, math.inf, 4.0]]))
+    assert watch._noise_of(of_a_step) == pytest.approx(found)
 
 
 def noise_rows(world_size, folder, **changes):

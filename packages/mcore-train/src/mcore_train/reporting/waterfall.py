@@ -183,10 +183,15 @@ class StepWatch:
         return replace(waterfall, gradient_noise=noise, num_noises=self._num_noises)
 
     def _noise_of(self, squares: Sequence[Sequence[float]]) -> float:
-        """Average noise and signal over the records so far; their ratio, nan without any."""
+        """Average noise and signal over the records so far; their ratio, nan without any.
+
+        A step whose gradients overflowed is left out.
+        """
         if not squares[0]:
             return float("nan")
         part, whole = (sum(rank[place] for rank in squares) for place in (0, 1))
+        if not math.isfinite(part + whole):
+            return float("nan")
         noise, signal = noise_and_signal(part, whole, int(squares[0][2]))
         self._noise = MEMORY * self._noise + noise
         self._signal = MEMORY * self._signal + signal
