@@ -68,7 +68,7 @@ def train_with_a_slow(what, slow_ranks, metrics):
         run.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(DELAY_S / 2))
         if what == "step":
             run.chunks[0].register_forward_pre_hook(
-                lambda *_: time.sleep(2 * DELAY_S * is_slow)
+                lambda *_: time.sleep(4 * DELAY_S * is_slow)
             )
         if what == "data":
             patch.setattr(loop, "train_batches", lambda run: map(wait, train_batches(run)))
