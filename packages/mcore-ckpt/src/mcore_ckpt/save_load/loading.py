@@ -159,8 +159,9 @@ def opened_checkpoint(
 
 
 def num_file_threads() -> int:
-    """Threads by which a rank reads or writes: one for each of its cores, 4 to 16.
+    """Threads by which a rank reads or writes: one for each core it may run on, 4 to 16.
 
+    Ranks of a host without CPU affinity each count all cores, and share them.
     A core computes the checksums of 1 to 2 GB/s, which is less than memory and most disks give;
     with few cores, one thread waits for the disk while others compute and copy.
     """

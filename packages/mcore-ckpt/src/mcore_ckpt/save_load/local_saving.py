@@ -134,7 +134,8 @@ class LocalSaver:
 
         Raises:
             ValueError: if there is no step, or it was saved under another layout.
-            CheckpointError: if files are damaged.
+            CheckpointError: if files are damaged; the shards may then hold a part of what was
+                read.
         """
         began_s = time.monotonic()
         newest = self.latest()
