@@ -84,8 +84,8 @@ class CharacterCheck:
         chars = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
         texts = [_CONTEXT.format(char) for char in chars]
         for char, same in zip(chars, self._encode_equally(texts), strict=True):
-            unsure = self._normalizes and unicodedata.category(char) == "Cn"
-            self._note(char, same=same and not unsure)
+            is_unassigned = self._normalizes and unicodedata.category(char) == "Cn"
+            self._note(char, same=same and not is_unassigned)
 
     def _compare_compositions(self) -> None:
         """Compare the pairs that canonical composition joins; record the second characters.
@@ -94,10 +94,10 @@ class CharacterCheck:
         considered equal, since they may compose in unknown ways.
         """
         chars = [chr(code) for code in range(0x80, 0x33480)]
-        split = [unicodedata.decomposition(char) for char in chars]
+        decompositions = [unicodedata.decomposition(char) for char in chars]
         pairs = [
             "".join(chr(int(code, 16)) for code in each.split())
-            for each in split
+            for each in decompositions
             if each and each[0] != "<"
         ]
         for pair, same in zip(pairs, self._encode_equally(pairs), strict=True):

@@ -49,9 +49,9 @@ class GigatokenEngine:
         self._normalizer, self._pre_tokenizer = _splitting(tokenizer)
         normalizes = '"NF' in json.dumps(self._normalizer)
         self._check = CharacterCheck(self._open_pair, normalizes=normalizes)
-        before, behind = special_ids(self._tokenizer)
+        before, after = special_ids(self._tokenizer)
         self._before = np.array(before, np.uint32)
-        self._behind = np.array(behind, np.uint32)
+        self._after = np.array(after, np.uint32)
         self.name = f"gigatoken {version('gigatoken')}"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -69,7 +69,7 @@ class GigatokenEngine:
             )
             for i, each in zip(chosen, bare, strict=True):
                 ids[i] = np.array(each, np.uint32)
-        return surrounded(ids, self._before, self._behind)
+        return surrounded(ids, self._before, self._after)
 
     def _with_literals(self, texts: Sequence[str]) -> list[int]:
         """Return the indices of texts that spell out a control piece."""

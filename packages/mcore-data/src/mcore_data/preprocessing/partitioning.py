@@ -1,7 +1,7 @@
-"""Tokenizes a corpus in parts, each its own pair: all on one host, or each on another host.
+"""Tokenizes a corpus in parts, each to its own pair, on one host or on several hosts.
 
-Part k of n is the k-th range of about one n-th of the inputs' bytes. Pairs of all parts,
-joined by number, have the bytes of the pair that a run without parts writes.
+Part k of n is the k-th range of about one n-th of the inputs' bytes. The pairs of all parts,
+joined by number, have the same bytes as the pair of a run without parts.
 """
 
 import logging
@@ -33,9 +33,9 @@ def preprocess_parts(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize all parts and join them, or only the part ``config.partition``.
+    """Tokenize all parts and join them, or tokenize only the part ``config.partition``.
 
-    A part that an earlier run finished, by its manifests, is not made again.
+    A part that an earlier run finished, by its manifests, is not tokenized again.
 
     Returns:
         The report of the joined pairs, or of the one part.
@@ -48,31 +48,31 @@ def preprocess_parts(
     if config.partition < 0 and not config.overwrite:
         for part_config, part_corpus in parts:
             if _finished(part_config, part_corpus, tools) is None:
-                # Joined pairs whose parts are not those of this work are not replaced.
+                # Joined pairs of other parts must not be replaced.
                 refuse_finished(output_prefixes(config).values(), "")
     reports = []
     for number, (part_config, part_corpus) in enumerate(parts, max(config.partition, 0)):
         report = _finished(part_config, part_corpus, tools)
         if report is None:
-            log.info("part %s of %s", number, config.partitions)
+            log.info("part %d of %d", number, config.partitions)
             report = preprocess_corpus(
                 part_config, part_corpus, tools, on_progress, block_bytes
             )
         reports.append(report)
     if config.partition >= 0:
         return reports[0]
-    whole = PreprocessReport(output_prefixes(config))
-    for key, prefix in whole.prefixes.items():
+    joined = PreprocessReport(output_prefixes(config))
+    for key, prefix in joined.prefixes.items():
         merge_pairs([report.prefixes[key] for report in reports], prefix, overwrite=True)
-        whole.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
+        joined.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
     for report in reports:
-        whole.num_documents += report.num_documents
-        whole.num_bad_records += report.num_bad_records
-        whole.bad_records += report.bad_records
-        whole.num_texts += report.num_texts
-        whole.num_checked_texts += report.num_checked_texts
-    whole.engine = " and ".join(sorted({report.engine for report in reports}))
-    return whole
+        joined.num_documents += report.num_documents
+        joined.num_bad_records += report.num_bad_records
+        joined.bad_records += report.bad_records
+        joined.num_texts += report.num_texts
+        joined.num_checked_texts += report.num_checked_texts
+    joined.engine = " and ".join(sorted({report.engine for report in reports}))
+    return joined
 
 
 def _part_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
@@ -84,7 +84,7 @@ def _part_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
 def _finished(
     config: PreprocessConfig, corpus: Corpus, tools: Tools
 ) -> PreprocessReport | None:
-    """The report of a part if an earlier run of the same work finished it, else None."""
+    """Return the report of a part that an earlier run of the same work finished, else None."""
     report = PreprocessReport(output_prefixes(config))
     for key, prefix in report.prefixes.items():
         facts: dict[str, Any] = read_manifest(prefix)
