@@ -1,7 +1,7 @@
-"""``launch local``: hosts of a job as processes of this host, with a cluster's restarts.
+"""``launch local``: runs the hosts of a job as processes of this machine, with restarts.
 
-Each simulated host runs the same host script as under a scheduler, so one agent of torchrun
-and its ranks. Ranks outlive an agent that is killed: this process adopts them, and ends them
+Each simulated host runs the same host script as under a scheduler: an agent of torchrun and its
+ranks. Ranks survive a killed agent; they become children of this process, which ends them
 before the next attempt.
 """
 
@@ -24,10 +24,10 @@ from mcore_train.launching.restarts import after_attempt
 log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-"""Of prctl(2): processes whose parent ends become children of this one."""
+"""Option of prctl(2): orphaned descendants become children of this process."""
 POLL_S = 0.1
 PEERS_S = 30.0
-"""Time for the other hosts to end after one failed: their ranks then report the fault."""
+"""Time for the other hosts to end after one host failed, so that their ranks report it too."""
 GRACE_S = 10.0
 
 
@@ -38,7 +38,9 @@ def run_locally(job: Job) -> int:
     SIGINT ends them at once.
     """
     logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    job = replace(job, config=replace(job.config, preflight=False))  # it is one host
+    job = replace(
+        job, config=replace(job.config, preflight=False)
+    )  # one machine: no difference
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     attempt, hosts = 0, job.config.nodes
     with _Signals() as signals:
@@ -68,7 +70,7 @@ def run_locally(job: Job) -> int:
 
 
 class _Signals:
-    """Handlers that pass SIGTERM and SIGINT to the host scripts: a context manager."""
+    """Context manager that sends SIGTERM to the host scripts on SIGTERM, SIGINT and SIGUSR1."""
 
     def __init__(self) -> None:
         self.hosts: list[subprocess.Popen] = []
@@ -77,14 +79,14 @@ class _Signals:
 
     def __enter__(self) -> "_Signals":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._pass_on)
+            self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = True
@@ -93,7 +95,7 @@ class _Signals:
                 host.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
-        """Wait; return False if a signal came."""
+        """Wait; return False if a signal was received."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.received:
             time.sleep(POLL_S)
@@ -101,12 +103,12 @@ class _Signals:
 
 
 def _next_hosts(job: Job, num_lost: int) -> int:
-    """Return the hosts of the next attempt; lost ones are back one attempt later."""
-    left = job.config.nodes - num_lost
-    fitting = [hosts for hosts in job.layouts if hosts <= left]
+    """Return the number of hosts of the next attempt; lost hosts return one attempt later."""
+    num_left = job.config.nodes - num_lost
+    fitting = [hosts for hosts in job.layouts if hosts <= num_left]
     hosts = max(fitting, default=job.config.nodes)
     if hosts != job.config.nodes:
-        log.info("%d of %d hosts are lost: going on with %d", num_lost, job.config.nodes, hosts)
+        log.info("%d of %d hosts are lost: using %d", num_lost, job.config.nodes, hosts)
     return hosts
 
 
@@ -114,7 +116,7 @@ def _run_attempt(job: Job, logs: Path, signals: _Signals, num_hosts: int) -> tup
     """Start the script of each host once and wait.
 
     Returns:
-        0 or the code of the first host that failed, and how many hosts were lost: those whose
+        0 or the exit code of the first host that failed, and the number of lost hosts, whose
         script was killed.
     """
     config = job.config
@@ -130,7 +132,7 @@ def _run_attempt(job: Job, logs: Path, signals: _Signals, num_hosts: int) -> tup
         ),
     }
     script = host_script(job)
-    with _ended(signals):
+    with _end_processes(signals):
         for rank in range(num_hosts):
             host = subprocess.Popen(
                 ["bash", "-c", script],
@@ -144,7 +146,7 @@ def _run_attempt(job: Job, logs: Path, signals: _Signals, num_hosts: int) -> tup
 
 
 def _wait(hosts: list[subprocess.Popen]) -> int:
-    """Wait for all hosts; after the first failure the others have ``PEERS_S``."""
+    """Wait until all hosts end, or ``PEERS_S`` after a failure; return the exit code."""
     failed_s, status = 0.0, 0
     while any(host.poll() is None for host in hosts):
         codes = [host.returncode for host in hosts if host.returncode]
@@ -158,8 +160,8 @@ def _wait(hosts: list[subprocess.Popen]) -> int:
 
 
 @contextlib.contextmanager
-def _ended(signals: _Signals) -> Iterator[None]:
-    """End all processes of an attempt that are left, adopted ranks too."""
+def _end_processes(signals: _Signals) -> Iterator[None]:
+    """On exit, end all remaining processes of an attempt, including orphaned ranks."""
     try:
         yield
     finally:
@@ -182,7 +184,7 @@ def _signal_all(number: int) -> None:
 
 
 def _descendants(process: int) -> list[int]:
-    """List the processes below one, by /proc."""
+    """List the descendants of a process, from /proc."""
     descendants = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -192,7 +194,7 @@ def _descendants(process: int) -> list[int]:
 
 
 def _reap() -> None:
-    """Collect adopted processes that have ended."""
+    """Collect the exit codes of ended children, so that no zombies remain."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
