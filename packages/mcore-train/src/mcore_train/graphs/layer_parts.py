@@ -1,4 +1,4 @@
-"""Splits a layer into the head that a CUDA graph records and the tail launched singly."""
+"""Splits a layer into a head, recorded as a CUDA graph, and a tail without a graph."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class LayerParts:
     """A layer as two functions: ``tail(*head(stream, inputs))`` equals ``forward``."""
 
     forward: Callable[[Residual, BlockInputs], Residual]
-    """The whole layer, launched singly."""
+    """The complete layer, without a graph."""
     head: Callable[[Residual, BlockInputs], tuple[Residual, Any]]
     """The recorded part, in which no size depends on routing."""
     tail: Callable[[Residual, Any], Residual]
-    """The rest, a function of both results of the head."""
+    """The rest of the layer, a function of the head's two results."""
     parameters: list[nn.Parameter]
     """Parameters of the head."""
 
@@ -35,38 +35,39 @@ def layer_parts(
     Args:
         layer: a ``TransformerBlock``.
         streams: random streams of its dropout.
-        is_recomputed: whether backward computes all of it again.
-        records_experts: whether experts are recorded too; else they are the tail.
+        is_recomputed: whether backward recomputes the complete layer.
+        records_experts: whether the graph includes experts; else they are the tail.
     """
-    forward: Callable[[Residual, BlockInputs], Residual] = layer  # with its hooks
+    forward: Callable[[Residual, BlockInputs], Residual] = layer  # __call__ runs hooks
 
-    def whole(stream: Residual, inputs: BlockInputs) -> tuple[Residual, None]:
-        return layer.forward(stream, inputs), None  # a graph records no hooks
+    def complete(stream: Residual, inputs: BlockInputs) -> tuple[Residual, None]:
+        return layer.forward(stream, inputs), None  # a graph does not record hooks
 
-    head, tail, late = whole, _nothing, set()
+    head, tail, tail_parameters = complete, _identity, set()
     if not records_experts and layer.stops_at_experts:
         head, tail = layer.to_experts, layer.from_experts
-        late = set(layer.moe.experts.parameters())
+        tail_parameters = set(layer.moe.experts.parameters())
         if is_recomputed or "moe" in layer.recomputed:
             tail = partial(recompute, tail, streams=streams)
     if is_recomputed:
-        forward, head = _recomputed(forward, streams), _recomputed(head, streams)
-    parameters = [p for p in layer.parameters() if p.requires_grad and p not in late]
+        forward, head = _with_recompute(forward, streams), _with_recompute(head, streams)
+    parameters = [p for p in layer.parameters() if p.requires_grad and p not in tail_parameters]
     return LayerParts(forward, head, tail, parameters)
 
 
-def _nothing(stream: Residual, _: None) -> Residual:
+def _identity(stream: Residual, _: None) -> Residual:
     return stream
 
 
-def _recomputed(function: Callable[..., Any], streams: RngStreams) -> Callable[..., Any]:
-    """Return a function of a layer's input that keeps nothing else until backward."""
+def _with_recompute(function: Callable[..., Any], streams: RngStreams) -> Callable[..., Any]:
+    """Return a function that stores only the layer's input; backward recomputes the rest."""
 
     def run(stream: Residual, inputs: BlockInputs) -> Any:
-        def again(x: Tensor, aux: Tensor) -> Any:
+        def of_tensors(x: Tensor, aux: Tensor) -> Any:
             return function(Residual(x, None, aux), inputs)
 
-        # The sum of the stream and its deferred add: one tensor is kept, not two.
-        return recompute(again, stream.total(), stream.aux, streams=streams)
+        # The stream and its deferred add are summed first, so that one tensor is stored, not
+        # two.
+        return recompute(of_tensors, stream.total(), stream.aux, streams=streams)
 
     return run
