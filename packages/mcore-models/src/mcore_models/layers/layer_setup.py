@@ -1,6 +1,6 @@
-"""Arguments of the modules of one layer, as one object."""
+"""Arguments of a model's modules as objects: how a model computes, and one layer's setup."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,27 @@ _NO_EXPERTS, _KEEP_ALL, _ANY_KERNELS = MoEConfig(), RecomputeConfig(), KernelCon
 Parts = Mapping[str, Callable[["LayerSetup"], nn.Module]]
 """Builders of mixers that replace the one of that name."""
 NO_PARTS: Parts = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How a model computes what its config describes."""
+
+    recomputing: RecomputeConfig = _KEEP_ALL
+    """What backward recomputes."""
+    kernels: KernelConfig = _ANY_KERNELS
+    """Kernels of the computation."""
+    gemms: Sequence[LinearGemms] = ()
+    """GEMMs of every layer, by global number (``layer_gemms``); empty: GEMMs in the model's
+    dtype."""
+    parts: Parts = field(default_factory=lambda: NO_PARTS)
+    """Modules in place of mixers of a GPT, see ``TransformerBlock``."""
+    streams: RngStreams | None = None
+    """Random streams; None: made from the model's seed. Chunks of one rank share them."""
+
+
+PLAIN_EXECUTION = Execution()
+"""Nothing is recomputed, any kernel, GEMMs in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
