@@ -159,15 +159,12 @@ def reference(words: Sequence[str]) -> int:
 
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
-    from mcore_train.quickstart.options import QuickstartConfig
+    from mcore_train.quickstart.plan import QuickstartConfig, build_tour_plan
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
-        from mcore_train.quickstart.plan import build_tour_plan
-
-        build_tour_plan(
-            config, config.tour.nproc
-        )  # Reports what is wrong once, before ranks start.
+        # Reports what is wrong once, before ranks start.
+        build_tour_plan(config, config.tour.nproc)
         return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart.tour import run_quickstart
 
