@@ -82,7 +82,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     D, H = config.hidden_size, head_dim(config)
     inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     norm = norm_kinds(config)
-    width, is_gated = t5_ffn_size(config), feed_forward(config)[0]
+    width, is_gated = ffn_size(config), feed_forward(config)[0]
     own: dict[str, Shape] = {
         "qkv.q": (inner, D),
         "qkv.k": (keys, D),
@@ -126,11 +126,6 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     elif config.add_output_bias:
         shapes["lm_head.bias"] = (vocab_size,)
     return shapes
-
-
-def t5_ffn_size(config: T5Config) -> int:
-    """Return the width inside a feed-forward layer over all ranks, F."""
-    return ffn_size(config)
 
 
 def t5_flops_per_token(

@@ -293,10 +293,10 @@ def migrate(words: Sequence[str]) -> int:
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
-    from mcore_parallel.launch.launcher import launch_local, python_command
+    from mcore_parallel.launch.launcher import launch_local
 
     rest = without_option(words, "--nproc")
-    return launch_local(python_command("mcore_train", [command, *rest]), nproc)
+    return launch_local([sys.executable, "-m", "mcore_train", command, *rest], nproc)
 
 
 def is_launched() -> bool:
