@@ -21,6 +21,7 @@ from mcore_models.logical_tensors import (
     num_positions,
     tensor_shapes,
 )
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 
 _NO_EXPERTS = MoEConfig()
@@ -70,7 +71,7 @@ def bert_flops_per_token(
     weights = sum(
         prod(shape)
         for name, shape in bert_shapes(config, 0, moe).items()
-        if len(shape) == 2 and name.startswith(("blocks.", "lm_head."))
+        if tensor_kind(name, shape) == "matrix" and name.startswith(("blocks.", "lm_head."))
     )
     weights += config.hidden_size * padded_vocab_size
     # 3 passes x 2 operations x (scores and their mix) for each pair of a layer.
@@ -140,7 +141,7 @@ def t5_flops_per_token(
     matrices = {
         name: prod(shape)
         for name, shape in t5_shapes(config, 0, moe).items()
-        if len(shape) == 2
+        if tensor_kind(name, shape) == "matrix"
     }
     encoder = sum(size for name, size in matrices.items() if name.startswith("encoder.blocks"))
     decoder = sum(size for name, size in matrices.items() if name.startswith("decoder.blocks"))
