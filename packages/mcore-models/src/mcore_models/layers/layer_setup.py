@@ -14,6 +14,11 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
 
 _NO_EXPERTS, _KEEP_ALL, _ANY_KERNELS = MoEConfig(), RecomputeConfig(), KernelConfig()
 
@@ -79,6 +84,20 @@ class LayerSetup:
         """Keyword arguments of split linears whose weights the model fills."""
         cut = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
         return {**cut, "init_std": 0.0, **self.factory_kwargs}
+
+    def column_linear(
+        self, in_features: int, outputs: int | Sequence[Output], *, bias: bool = False
+    ) -> ColumnParallelLinear:
+        """Build a linear whose outputs are split over the tensor ranks, with zero weights."""
+        gemm = self.gemms.column
+        return ColumnParallelLinear(in_features, outputs, bias=bias, gemm=gemm, **self.split)
+
+    def row_linear(
+        self, in_features: int, out_features: int, *, bias: bool = False
+    ) -> RowParallelLinear:
+        """Build a linear whose inputs are split over the tensor ranks, with zero weights."""
+        gemm = self.gemms.row
+        return RowParallelLinear(in_features, out_features, bias=bias, gemm=gemm, **self.split)
 
     @property
     def recomputed(self) -> frozenset[str]:
