@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mcore_data.engines.pipeline import gigatoken_gap
 from mcore_data.engines.protocol import special_ids, surrounded
+from mcore_data.engines.spot_check import has_flagged
 from mcore_data.tokenizers.hf import HFTokenizer, byte_letters
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -35,7 +36,6 @@ _NEIGHBOURS = "aA1. \n'"
 # highest combining class, where normalisation reorders every mark that it can.
 _CONTEXT = "a{0}a1{0}1.{0}. {0} \n{0}\nA{0}A'{0}'{0}{0}q\u0345{0}q"
 _NUM_CODES = 0x110000
-_CHUNK = 1 << 16
 
 
 class GigatokenEngine:
@@ -175,7 +175,7 @@ class CharacterCheck:
         """Return the indices of texts with a character on which the encoders may differ."""
         wide = [i for i, text in enumerate(texts) if not text.isascii()]
         joined = "".join([texts[i] for i in wide])
-        if not self._has_open(joined):
+        if not has_flagged(joined, self._is_open):
             return []
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
         states = self._state[codes]
@@ -185,17 +185,6 @@ class CharacterCheck:
         differing = np.flatnonzero(states == _DIFFERS)
         ends = np.cumsum([len(texts[i]) for i in wide])
         return [wide[i] for i in np.unique(np.searchsorted(ends, differing, side="right"))]
-
-    def _has_open(self, text: str) -> bool:
-        """Whether a text may have a character not known to be equal; fast, by UTF-16 units.
-
-        Surrogates are always open, so every character beyond U+FFFF counts as open.
-        """
-        for start in range(0, len(text), _CHUNK):
-            units = text[start : start + _CHUNK].encode("utf-16-le", "surrogatepass")
-            if self._is_open.take(np.frombuffer(units, "<u2")).any():
-                return True
-        return False
 
     def _compare(self, codes: list[int]) -> None:
         """Encode characters by both encoders, and record which characters differ."""
