@@ -184,16 +184,15 @@ def test_recomputing_changes_no_bit(recomputing):
         assert torch.equal(a, b)
 
 
-def saved_bytes(recomputing, ids=None, changes=None, **options):
+def saved_bytes(recomputing, ids=None, changes=None, gemms=(), **options):
     seen = {}
 
     def note(tensor):
         seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model = gpt(
-        changes, execution=Execution(recomputing=RecomputeConfig(**recomputing)), **options
-    )
+    execution = Execution(recomputing=RecomputeConfig(**recomputing), gemms=gemms)
+    model = gpt(changes, execution=execution, **options)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         model(tokens() if ids is None else ids)
