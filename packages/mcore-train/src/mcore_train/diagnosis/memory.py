@@ -39,7 +39,7 @@ _LINES = {
     "workspace": r"cublas|cudnn|workspace|triton/|flash_attn|transformer_engine",
     "optimizer": r"mcore_parallel/optimizers/|torch/optim/|"
     r"/(?:distributed_optimizer|optimizer_segments)\.py",
-    "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded|sharded_parameter)\.py",
+    "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded)\.py",
     "buffers": r"torch/distributed/|"
     r"/(?:collectives|p2p|dispatch\w*)\.py",
     "activations": r"mcore_models/|mcore_moe/|mcore_parallel/|torch/nn/|torch/autograd/|"
