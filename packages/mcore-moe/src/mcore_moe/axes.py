@@ -33,7 +33,7 @@ def moe_axes(ctx: ParallelContext) -> MoEAxes:
     """Return the axes of a ``MoELayer`` in a parallel layout; no communication."""
     return MoEAxes(
         tp=ctx.tp,
-        sequence_parallel=ctx.config.sequence_parallel,
+        sequence_parallel=ctx.config.sequence_parallel and ctx.tp.size > 1,
         cp_tp=ctx.axis("cp", "tp"),
         dp_cp_tp=ctx.axis("dp", "cp", "tp"),
         ep=ctx.ep,
