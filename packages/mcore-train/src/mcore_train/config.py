@@ -476,8 +476,11 @@ class LogConfig(Options):
     """Steps between log lines; the first step always has one."""
     metrics_file: str = ""
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
-    tensorboard: bool = option(False, part_of={"save": ON})
-    """Write TensorBoard scalars to tensorboard/ below --save."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars."""
+    tensorboard_dir: str = option("", part_of={"tensorboard": ON})
+    """Folder of TensorBoard's files, which turns --tensorboard on; empty: tensorboard/ below
+    --save."""
     tensorboard_queue_size: int = option(1000, minimum=1, part_of={"tensorboard": ON})
     """Numbers that wait for one write to TensorBoard's files."""
     loggers: tuple[LoggerName, ...] = ()
@@ -504,9 +507,14 @@ class LogConfig(Options):
 
     rules = (
         Rule(
-            ("tensorboard", "save"),
-            lambda v: v.tensorboard and "://" in v.save,
-            "--tensorboard cannot write to {save}: give --save a folder.",
+            ("tensorboard", "tensorboard_dir", "save"),
+            lambda v: v.tensorboard and not v.tensorboard_dir and not v.save,
+            "--tensorboard needs a folder: give --save or --tensorboard-dir.",
+        ),
+        Rule(
+            ("tensorboard", "tensorboard_dir", "save"),
+            lambda v: v.tensorboard and "://" in (v.tensorboard_dir or v.save),
+            "--tensorboard writes to a folder only: give --tensorboard-dir one.",
         ),
         Rule(
             ("loggers", "save"),

@@ -290,7 +290,10 @@ def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:
     if not marker.is_file():
         return False
     ours = json.loads(json.dumps(asdict(options)))  # where a tuple is a list
-    return json.loads(marker.read_text("utf-8")).get("options") == ours
+    try:
+        return dict(json.loads(marker.read_bytes())).get("options") == ours
+    except (ValueError, TypeError, RecursionError):
+        return False  # damaged: the tour begins anew
 
 
 def _write_marker(output: Path, content: dict[str, Any]) -> None:
