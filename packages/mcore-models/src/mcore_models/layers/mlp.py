@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models.layers.xielu import XIELU
 from mcore_moe.activations import activation_function
 from mcore_moe.kernels.gate import gated
 from mcore_parallel.autograd.recomputing import recompute_between
@@ -28,6 +29,7 @@ class MLP(nn.Module):
     Attributes:
         fc1: D to F, or to gate and up of F each.
         fc2: F to D.
+        xielu: the activation, if it has parameters.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class MLP(nn.Module):
             hidden_size: D.
             ffn_hidden_size: F over all ranks.
             gated: whether fc1 also computes a gate.
-            activation: see ``mcore_moe.activations``.
+            activation: see ``mcore_moe.activations``; or xielu.
             bias: whether both linears have biases.
             clamp: of gates and up-projections, see ``mcore_moe.kernels.gate.gated``.
             offset: of up-projections, likewise.
@@ -85,6 +87,8 @@ class MLP(nn.Module):
             hidden_size, outputs, gemm=gemms.column, **factory_kwargs
         )
         self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **factory_kwargs)
+        if activation == "xielu":
+            self.xielu = XIELU(axis, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
@@ -96,4 +100,6 @@ class MLP(nn.Module):
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
             return gated(hidden, self.activation, self.clamp, self.offset)
+        if self.activation == "xielu":
+            return self.xielu(hidden)
         return activation_function(self.activation)(hidden)
