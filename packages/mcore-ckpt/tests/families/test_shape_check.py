@@ -215,6 +215,7 @@ SHAPELESS = {
     ("qwen2_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
+    *(("modernbert", name) for name in MASKED),  # positions are rotated
     ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("roberta", "num_attention_heads"),

@@ -22,7 +22,7 @@ from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import checkpoint_fields
-from mcore_train.checkpoints.resuming import load_run, save_run
+from mcore_train.checkpoints.resuming import build_run, load_run, save_run
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import fingerprint, whole_weights
@@ -103,6 +103,24 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(folders):
     again = trained(load=str(folders / "halves"), save=str(folders / "halves"), **DORA)
     assert again.origin.adapter_base == str(folders / "hf")
     assert fingerprint(again) == fingerprint(whole)
+
+
+def test_only_adapters_are_drawn_beside_a_base_that_is_loaded(folders, monkeypatch):
+    drawn, normal = [], torch.Tensor.normal_
+
+    def note_and_draw(x, *args, **options):
+        drawn.append(x.numel())
+        return normal(x, *args, **options)
+
+    start = {"load": str(folders / "hf"), "finetune": True}
+    plan = resolve(compose({**MODEL, **TRAINING, **start, **DORA}), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "normal_", note_and_draw)
+        weights = whole_weights(build_run(plan, ParallelContext.single()))
+    adapters = [t.numel() for name, t in weights.items() if name.endswith("lora_A.weight")]
+    assert sum(drawn) == sum(adapters) > 0
+    base = load_run(build(**start))
+    assert all(torch.equal(weights[name], each) for name, each in whole_weights(base).items())
 
 
 def test_a_command_line_takes_adapters_and_base_from_the_checkpoint(folders):
