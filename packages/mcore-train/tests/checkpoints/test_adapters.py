@@ -216,6 +216,9 @@ def test_tables_trained_whole_beside_adapters_are_those_of_peft(tmp_path, is_unt
     # Ours, ours merged, PEFT's, and PEFT's folder read by us compute the same.
     export_adapters(tmp_path / "run", tmp_path / "peft")
     convert("mcore", tmp_path / "run", "hf", tmp_path / "merged")
+    found = checkpoint_fields(str(tmp_path / "peft"))
+    assert (found["modules_to_save"] == ["embedding", "head"]) is is_untied
+    assert found["pretrained_checkpoint"] == str(tmp_path / "hf")
     single = ParallelContext.single()
     own = logits(load_model(tmp_path / "run", single).model)
     for folder in ("merged", "peft"):
