@@ -83,6 +83,16 @@ def test_weights_equal_the_published_numbers(fields, expected):
     torch.testing.assert_close(dense(route(LOGITS, config(**fields))), expected, **SIX_DIGITS)
 
 
+def test_sparsemixer_weighs_each_choice_among_scores_near_it():
+    fields = {"moe_router_score_function": "sparsemixer", "moe_router_sparsemixer_eps": 0.25}
+    routing = route(LOGITS, config(**fields))
+    # Scores of at least half the best one's share in the softmax: 2 and 1, then 1 alone.
+    expected = table(
+        {0: 0.731059, 1: 1.0}, {1: 0.731059, 3: 0.731059}, {1: 0.622459, 0: 0.622459}
+    )
+    torch.testing.assert_close(dense(routing), expected, **SIX_DIGITS)
+
+
 SIX_DIGITS = {"rtol": 0, "atol": 1e-6}
 
 

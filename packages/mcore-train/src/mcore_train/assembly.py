@@ -220,8 +220,7 @@ def assemble(
         dtype: dtype of parameters; None: the plan's.
         prepare: changes initial weights, see ``GradientSync.fill_weights``.
         draws_weights: draw initial weights from the plan's seed; False: matrices are zero
-            unless ``prepare`` sets them. Weights of adapters and of their base are always
-            drawn.
+            unless ``prepare`` sets them. Adapters are always drawn.
         tables: optimizers, fp8 recipes and engines by option value; None: those of mcore.
 
     Raises:
@@ -249,7 +248,9 @@ def assemble(
     )
     is_filled = draws_weights and not config.data_parallelism.is_fully_sharded
     chunks = _build_chunks(
-        plan, ctx, precision, streams, dtype, tables.recipes, is_filled=is_filled
+        *(plan, ctx, precision, streams, dtype, tables.recipes),
+        is_filled=is_filled,
+        draws_weights=draws_weights,
     )
     pipeline = Pipeline(config, ctx, chunks, dtype)
     data_parallel = _build_engine(tables, chunks, ctx, config, draws_weights=draws_weights)
@@ -362,6 +363,7 @@ def _build_chunks(
     recipes: Mapping[str, type[Recipe]],
     *,
     is_filled: bool,
+    draws_weights: bool,
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
@@ -390,7 +392,7 @@ def _build_chunks(
             stage=stage,
             # fully_shard fills parameters after sharding, so that no rank holds a full weight.
             # Frozen weights under adapters are not sharded: they are filled here.
-            seed=config.run.seed if is_filled or has_adapters else None,
+            seed=config.run.seed if is_filled or (has_adapters and draws_weights) else None,
             execution=execution,
             device=ctx.device,
             dtype=dtype,
@@ -403,6 +405,8 @@ def _build_chunks(
         _use_transformer_engine(chunks, plan, ctx)
     for chunk in chunks:
         if has_adapters:
+            for parameter in chunk.parameters():
+                give_memory(parameter, ctx.device)
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)

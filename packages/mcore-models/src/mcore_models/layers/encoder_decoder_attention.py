@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
+from mcore_models.kernels.rope import RotaryTables, rotate
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_models.protocol import RecurrentState
@@ -77,6 +78,7 @@ class MaskedAttention(nn.Module):
         mask: Shaped[Tensor, "b n q Z"] | None = None,
         memory: Float[Tensor, "m B D"] | None = None,
         state: RecurrentState | None = None,
+        rotary: RotaryTables | None = None,
     ) -> Float[Tensor, "s B D"]:
         """Attend from every token to the keys that the mask allows.
 
@@ -89,10 +91,13 @@ class MaskedAttention(nn.Module):
                 earlier ones.
             memory: output of the encoder, this rank's tokens; only with ``is_cross``.
             state: keys and values of earlier tokens, or of the memory after the first call.
+            rotary: tables of this context rank's positions, without a state; None: no rotation.
         """
         if state is not None:
             return self.proj(state.run(partial(self._extended, mask=mask, memory=memory), x))
         q, k, v = self._heads(x, memory)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if self.recompute_core and self.training:
             mixed = recompute(self._core, q, k, v, mask, streams=self.streams)
         else:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models.layers.xielu import XIELU
 from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.mesh import SINGLE, Axis
@@ -27,6 +28,7 @@ class MLP(nn.Module):
     Attributes:
         fc1: D to F, or to gate and up of F each.
         fc2: F to D.
+        xielu: the activation, if it has parameters.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class MLP(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F over all ranks.
-            network: gate, activation, biases and initialisation, as of one expert.
+            network: gate, activation, biases and initialisation, as of one expert; its
+                activation may also be xielu.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are split over ``axis`` outside the layer.
             gemms: GEMMs of both linears.
@@ -77,10 +80,17 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(
             F_, hidden_size, gemm=gemms.row, init_std=network.fc2_std, **factory_kwargs
         )
+        if network.activation == "xielu":
+            self.xielu = XIELU(axis, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
         hidden = self.fc1(x)
         if self.network.recompute_activation and self.training:
-            return recompute_between(self.network.activate, self.fc2, hidden)
-        return self.fc2(self.network.activate(hidden))
+            return recompute_between(self._activate, self.fc2, hidden)
+        return self.fc2(self._activate(hidden))
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        if self.network.activation == "xielu":
+            return self.xielu(hidden)
+        return self.network.activate(hidden)

@@ -63,6 +63,8 @@ def run_bytes(
     )
     of_adapters = replace(offload, cpu_offloading=False, cpu_offloading_num_layers=0)
     saved = widened = 0
+    if tables := {name: shapes[name] for name in config.tables if name in shapes}:
+        saved = estimate(tables, OffloadConfig(), 0).weights  # counted in both estimates
     if config.peft_base_bits:
         rounded = {
             f"{name}.weight": shapes[f"{name}.weight"]
@@ -72,7 +74,7 @@ def run_bytes(
         wide = estimate(rounded, OffloadConfig(), 0).weights
         held = (config.peft_base_bits / 8 + 4 / BLOCK) / sizes["weight_bytes"]
         # At most one layer's weights are dequantized at a time.
-        saved, widened = int(wide * (1 - held)), wide // layers
+        saved, widened = saved + int(wide * (1 - held)), wide // layers
     frozen, trained = estimate(shapes, of_base, widened), estimate(adapters, of_adapters, 0)
     return replace(
         trained,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.activations import activation_function
+from mcore_moe.activations import LEARNED, activation_function
 from mcore_moe.kernels.gate import gated
 
 
@@ -16,7 +16,7 @@ class ExpertNetwork:
     gated: bool = True
     """Whether fc1 gives a gate and an up-projection."""
     activation: str = "silu"
-    """A key of ``activations.ACTIVATIONS``."""
+    """A key of ``activations.ACTIVATIONS``; in dense layers also one of ``LEARNED``."""
     bias: bool = False
     """Whether both GEMMs have a bias; a shared expert has none in any case."""
     clamp: float = 0.0
@@ -31,7 +31,8 @@ class ExpertNetwork:
     """Whether backward computes the input of fc2 again; a shared expert's is kept."""
 
     def __post_init__(self) -> None:
-        activation_function(self.activation)  # raises ValueError for an unknown name
+        if self.activation not in LEARNED:
+            activation_function(self.activation)  # raises ValueError for an unknown name
 
     @property
     def fc2_std(self) -> float:
