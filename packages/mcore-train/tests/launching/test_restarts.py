@@ -12,6 +12,7 @@ from threading import Timer
 import pytest
 from e2e.fake_schedulers import NCCL, RUN, fake_python
 
+from mcore_models.kernels import availability
 from mcore_train.launching.config import TURN
 from mcore_train.launching.restarts import Attempt, decide
 from mcore_train.launching.standby import wait_for_turn
@@ -116,16 +117,27 @@ def test_a_standby_becomes_the_next_attempt_and_the_last_one_leaves_nothing(tmp_
     assert len(list(tmp_path.glob("run/logs/*/attempt-?"))) == 2
 
 
-def test_a_rank_of_a_standby_waits_for_its_turn(tmp_path, monkeypatch, caplog):
-    assert not wait_for_turn(uses_gpus=False)
-    monkeypatch.setenv(TURN, str(tmp_path / "turn"))
+def test_a_rank_of_a_standby_imports_kernels_and_waits_for_its_turn(
+    tmp_path, monkeypatch, caplog
+):
+    cache = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop(cache, None)
+    package = tmp_path / "flash_attn/cute/interface.py"
+    package.parent.mkdir(parents=True)
+    package.write_text(f"import os\nCACHE_ENABLED = os.environ[{cache!r}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(availability, "is_installed", lambda name: name == "flash-attn-4")
+    assert not wait_for_turn(uses_gpus=True)
+    os.environ[TURN] = str(tmp_path / "turn")
     begin = Timer(0.2, (tmp_path / "turn").touch)
     with caplog.at_level("INFO"):
         begin.start()
-        assert wait_for_turn(uses_gpus=False)
+        assert wait_for_turn(uses_gpus=True)
     assert (tmp_path / "turn").exists()
     assert "has imported its modules and waits" in caplog.text
-    assert not wait_for_turn(uses_gpus=False)
+    assert sys.modules.pop("flash_attn.cute.interface").CACHE_ENABLED == "1"
+    assert not wait_for_turn(uses_gpus=True)
 
 
 def test_sigterm_lets_the_ranks_of_a_local_job_save_and_restarts_nothing(tmp_path):
