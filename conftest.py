@@ -56,11 +56,11 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Set them aside: it never looks at them again. Ranks of tests are forked from here."""
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(*RARELY)
     import warm_ranks  # Now that the shape hook is there.
 
+    warm_ranks.set_aside()
+    gc.enable()
+    gc.set_threshold(*RARELY)
     warm_ranks.fork_server_of_ranks()
 
 
