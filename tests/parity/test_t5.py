@@ -27,6 +27,7 @@ from mcore_train.resolution import resolve
 
 transformers = pytest.importorskip("transformers")
 
+LONG = pytest.mark.parity_long
 TOLERANCE = 1e-6
 """transformers takes the norms and the softmax of a T5 in float32 whatever its dtype."""
 SIZES = {
@@ -131,10 +132,10 @@ DATA_PARALLEL = {"use_distributed_optimizer": False} | dict.fromkeys(
     ("world_size", "changes"),
     [
         (4, PUBLISHED | SHARDED | QUIET | {"pipeline_model_parallel_size": 1}),
-        (4, {"encoder_num_layers": 1, "decoder_num_layers": 3}),
-        (2, DATA_PARALLEL | QUIET),
+        pytest.param(4, {"encoder_num_layers": 1, "decoder_num_layers": 3}, marks=LONG),
+        pytest.param(2, DATA_PARALLEL | QUIET, marks=LONG),
         (2, PUBLISHED | QUIET | {"tensor_model_parallel_size": 1}),
-        pytest.param(8, PUBLISHED | CUT, marks=pytest.mark.parity_long),
+        pytest.param(8, PUBLISHED | CUT, marks=LONG),
     ],
     ids=[
         "published tp2 sp cp2, fully sharded",
