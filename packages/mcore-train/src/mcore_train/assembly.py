@@ -155,8 +155,8 @@ class Run:
     recent: RecentSteps | None = None
     """Losses and gradient norms that a spike is found by; None where none is looked for."""
     noise: GradientNoise | None = None
-    """Measures the noise of a step's gradient; None where weights are sharded in layers or the
-    step is a CUDA graph."""
+    """Measures the noise of a step's gradient; None where weights are sharded in layers or
+    layers are CUDA graphs."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -281,7 +281,7 @@ def assemble(
         objective=objective,
         frozen=frozen,
         recent=_build_recent_steps(config, ctx.device),
-        noise=_build_noise(data_parallel) if recorder is None else None,
+        noise=None if isinstance(recorder, LayerRecorder) else _build_noise(data_parallel),
     )
 
 
@@ -337,7 +337,8 @@ def _build_recorder(
     options = plan.config.run
     steps = options.cuda_graph_warmup_steps
     if options.cuda_graph_impl == "full_iteration":
-        return BackwardRecorder(data_parallel, streams, steps, clock)
+        is_timed = plan.config.logging.waterfall_interval > 0
+        return BackwardRecorder(data_parallel, streams, steps, clock, is_timed=is_timed)
     # Experts of other ranks stay outside graphs, as all messages between ranks do.
     is_one_rank = plan.config.parallelism.expert_model_parallel_size == 1
     return LayerRecorder(

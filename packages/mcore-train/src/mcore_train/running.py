@@ -28,7 +28,7 @@ from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.planning.micro_batch import choose_micro_batch
 from mcore_train.precision import with_device_precision
-from mcore_train.reporting.header import build_header
+from mcore_train.reporting.header import StartClock, build_header
 from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import (
     METRICS,
@@ -97,19 +97,26 @@ def _train_once(
         store: at which ranks meet; None: the launcher's.
         sections: report to a monitor; None: those of the options.
     """
+    start = StartClock(
+        since_process_began=sections is None
+    )  # restarts in the process: since now
+    start.end("imports")
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
+    start.end("planning")
     sections = sections or open_sections(config.fault_tolerance, config.saving.save, world)
     with (
         sections,
         served_health(plan, world) as health,
         watched_world(plan, store) as (ctx, watch),
     ):
+        start.end("joining ranks")
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx, tables)
-        run = build_run(plan, ctx, tables)
+            start.end("probing batches")
+        run = build_run(plan, ctx, tables, start)
         if run.origin.checkpoint:
             load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.progress.iteration, load)
@@ -122,7 +129,7 @@ def _train_once(
             health=health,
             loggers=loggers,
         ) as reporter:
-            reporter.report_header(run.progress.iteration, build_header(run))
+            reporter.report_header(run.progress.iteration, build_header(run, start))
             train(run, reporter, watch=watch, sections=sections)
     return 0
 

@@ -160,7 +160,7 @@ def _mean_loss(run: Run, losses: StepLosses) -> Float[Tensor, ""]:
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute the gradients of one global batch, summed over all ranks and not clipped.
 
-    With ``--cuda-graph-impl full_iteration``, replays a CUDA graph after the recorded step.
+    With ``--cuda-graph-impl full_iteration``, replays a CUDA graph after the warm-up steps.
     """
     compute = partial(synced_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
@@ -170,6 +170,8 @@ def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute what ``backward`` computes, without a CUDA graph."""
     losses = _backward(run, batches, run.data_parallel)
     run.data_parallel.finish()
+    if run.noise is not None:
+        run.noise.end()
     return losses
 
 
