@@ -18,7 +18,7 @@ install_shape_checks()  # Before any conftest below imports what is checked.
 
 # Folders that one process runs: their tests share trainings, or parsed sources.
 SHARED = ("tests/parity", "tests/house")
-# What takes half a minute or more. xdist would hand out files of few tests last, and one
+# Of few tests that take long. xdist would hand out files of few tests last, and one
 # process would end long after the others.
 LONG = (
     *SHARED,
@@ -26,6 +26,10 @@ LONG = (
     "tests/e2e/test_flow.py",
     "packages/mcore-moe/tests/dispatch/test_symmetric.py",
     "tests/alacarte/test_wrappers.py",
+    "packages/mcore-infer/tests/server/test_worker.py",
+    "packages/mcore-data/tests/preprocessing/test_crash.py",
+    "packages/mcore-data/tests/preprocessing/test_on_the_fly.py",
+    "packages/mcore-train/tests/test_families.py",
 )
 # The collector's thresholds: by default it runs every 700 objects, which took three quarters of
 # the time to parse our sources.
