@@ -6,6 +6,7 @@ source: where Python writes no bytecode beside the sources, it goes into pytest'
 """
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -62,6 +63,9 @@ def pytest_collection_finish() -> None:
     """Set them aside: it never looks at them again. Ranks of tests are forked from here."""
     import warm_ranks  # Now that the shape hook is there.
 
+    if "PYTEST_XDIST_WORKER" in os.environ:  # Its many tests load them, and each rank's server.
+        for name in warm_ranks.PRELOADED:
+            importlib.import_module(name)
     warm_ranks.set_aside()
     gc.enable()
     gc.set_threshold(*RARELY)
