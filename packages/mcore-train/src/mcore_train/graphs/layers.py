@@ -15,6 +15,7 @@ equal to the last bit, except for the sign of zeros: gradients are always added 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,15 +30,30 @@ from mcore_models.layers.residual import Residual
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.autograd.grad_slot import slot_of
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.precision.fp8 import WeightCasts
+from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import layer_stacks
-from mcore_train.graphs.layer_parts import LayerParts, layer_parts
 from mcore_train.graphs.recorders import Recorder, Tensors
 from mcore_train.graphs.whole_step import signature_of
 from mcore_train.losses import StepLosses
 
 _NUM_STREAM = len(Residual._fields)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer as two functions: ``tail(*head(stream, inputs))`` equals ``forward``."""
+
+    forward: Callable[[Residual, BlockInputs], Residual]
+    """The complete layer, without a graph."""
+    head: Callable[[Residual, BlockInputs], tuple[Residual, Any]]
+    """The recorded part, in which no size depends on routing."""
+    tail: Callable[[Residual, Any], Residual]
+    """The rest of the layer, a function of the head's two results."""
+    parameters: list[nn.Parameter]
+    """Parameters of the head."""
 
 
 @dataclass(eq=False)
@@ -395,3 +411,49 @@ def _copy(buffers: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> Non
         for buffer, x in zip(buffers, new, strict=True):
             if buffer is not None and x is not None and buffer.data_ptr() != x.data_ptr():
                 buffer.copy_(x, non_blocking=True)
+
+
+def layer_parts(
+    layer: Any, streams: RngStreams, is_recomputed: bool, records_experts: bool
+) -> LayerParts:
+    """Split a layer into head and tail.
+
+    Args:
+        layer: a ``TransformerBlock``.
+        streams: random streams of its dropout.
+        is_recomputed: whether backward recomputes the complete layer.
+        records_experts: whether the graph includes experts; else they are the tail.
+    """
+    forward: Callable[[Residual, BlockInputs], Residual] = layer  # __call__ runs hooks
+
+    def complete(stream: Residual, inputs: BlockInputs) -> tuple[Residual, None]:
+        return layer.forward(stream, inputs), None  # a graph does not record hooks
+
+    head, tail, tail_parameters = complete, _identity, set()
+    if not records_experts and layer.stops_at_experts:
+        head, tail = layer.to_experts, layer.from_experts
+        tail_parameters = set(layer.moe.experts.parameters())
+        if is_recomputed or "moe" in layer.recomputed:
+            tail = partial(recompute, tail, streams=streams)
+    if is_recomputed:
+        forward, head = _with_recompute(forward, streams), _with_recompute(head, streams)
+    parameters = [p for p in layer.parameters() if p.requires_grad and p not in tail_parameters]
+    return LayerParts(forward, head, tail, parameters)
+
+
+def _identity(stream: Residual, _: None) -> Residual:
+    return stream
+
+
+def _with_recompute(function: Callable[..., Any], streams: RngStreams) -> Callable[..., Any]:
+    """Return a function that stores only the layer's input; backward recomputes the rest."""
+
+    def run(stream: Residual, inputs: BlockInputs) -> Any:
+        def of_tensors(x: Tensor, aux: Tensor) -> Any:
+            return function(Residual(x, None, aux), inputs)
+
+        # The stream and its deferred add are summed first, so that one tensor is stored, not
+        # two.
+        return recompute(of_tensors, stream.total(), stream.aux, streams=streams)
+
+    return run
