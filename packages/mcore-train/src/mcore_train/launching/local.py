@@ -54,7 +54,8 @@ def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
 
     Args:
         job: job to run.
-        standby_after_s: age of an attempt at which the next attempt is started and waits; 0: never.
+        standby_after_s: age of an attempt at which the next attempt is started, to wait;
+            0: never.
     """
     logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Hosts on one machine cannot differ.
