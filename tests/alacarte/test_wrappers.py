@@ -113,9 +113,9 @@ BUILDERS = {
             RowParallelLinear(32, D, bias=True, init_std=0.3),
         )
     ),
-    "mlp": lambda: Wrapped(MLP(D, 32, init_std=0.3)),
+    "mlp": lambda: Wrapped(MLP(D, 32, ExpertNetwork(init_std=0.3))),
     "mlp, activation made again": lambda: Wrapped(
-        MLP(D, 32, init_std=0.3, recompute_activation=True)
+        MLP(D, 32, ExpertNetwork(init_std=0.3, recompute_activation=True))
     ),
     "norms": lambda: Wrapped(nn.Sequential(RMSNorm(D), nn.Linear(D, D), LayerNorm(D))),
     "vocabulary": Vocabulary,

@@ -27,6 +27,7 @@ from mcore_train.layout_check.trial import build_run, run_trial, whole_weights
 from mcore_train.layout_check.verification import (
     alone,
     conclude,
+    shared_options,
     verify_on_rank,
 )
 from mcore_train.resolution import resolve
@@ -98,6 +99,11 @@ def test_one_rank_alone_computes_plainly():
     assert lone.recomputation == RecomputeConfig()
     assert (lone.experts.moe_expert_rows_limit, lone.experts.moe_grouped_gemm) == (0.0, False)
     assert lone.data_parallelism == DataParallelConfig()
+    one = {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
+    plan = resolve(compose(FLAGS | {"num_experts": 4} | one), 2)
+    assert "--moe-router-score-function sigmoid" in shared_options(
+        plan, build_small_run(plan, 2)
+    )
 
 
 def test_one_rank_alone_needs_no_dispatcher_of_several():
