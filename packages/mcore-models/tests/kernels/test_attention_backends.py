@@ -12,6 +12,7 @@ from mcore_models.gpt import GPT
 from mcore_models.kernels import attention_backends, availability, flash4_attention
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend, visible_keys
+from mcore_models.layers.layer_setup import Execution
 from mcore_parallel import ParallelContext
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
@@ -210,7 +211,7 @@ def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
             config,
             ParallelContext.single(),
             vocab_size=4,
-            kernels=KernelConfig(attention_backend="flash4"),
+            execution=Execution(kernels=KernelConfig(attention_backend="flash4")),
         )
 
 

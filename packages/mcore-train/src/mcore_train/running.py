@@ -306,7 +306,8 @@ def _build_logger(name: str, options: LogConfig, folder: str) -> Logger:
         case "tensorboard":
             from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
 
-            return TensorBoardLogger(Path(folder) / TENSORBOARD, options.tensorboard_queue_size)
+            board = Path(options.tensorboard_dir or Path(folder) / TENSORBOARD)
+            return TensorBoardLogger(board, options.tensorboard_queue_size)
         case "wandb":
             from mcore_train.reporting.loggers.wandb import WandbLogger
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from threading import Timer
 
@@ -14,7 +15,7 @@ from e2e.fake_schedulers import NCCL, RUN, fake_python
 
 from mcore_models.kernels import availability
 from mcore_train.launching.config import TURN
-from mcore_train.launching.restarts import Attempt, decide
+from mcore_train.launching.restarts import Attempt, decide, read_history
 from mcore_train.launching.standby import wait_for_turn
 
 
@@ -169,3 +170,13 @@ def test_sigterm_lets_the_ranks_of_a_local_job_save_and_restarts_nothing(tmp_pat
     assert job.returncode == 0, printed
     assert (tmp_path / "saved").read_text().split() == ["saved", "saved"]
     assert len(list(tmp_path.glob("run/logs/*/attempt-*"))) == 1
+
+
+def test_damaged_lines_of_the_history_are_left_out_and_named(tmp_path, caplog):
+    row = {"attempt": "attempt-1", **asdict(failed("crash"))}
+    lines = [json.dumps(row), json.dumps(row), *("{}", "null", "[[", "7", '{"attempt": "a"}')]
+    content = "\n".join([*lines, json.dumps(row | {"attempt": "attempt-2"})]).encode()
+    history = tmp_path / "attempts.jsonl"
+    history.write_bytes(content + b"\n\xff\xfe\n" + content[:40])
+    assert read_history(history) == [failed("crash"), failed("crash")]
+    assert [r.args for r in caplog.records] == [(history, n) for n in (3, 4, 5, 6, 7, 9, 10)]

@@ -39,6 +39,7 @@ from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.batches.datasets import num_samples
 from mcore_train.checkpoints.adapter_bases import (
+    base_folder,
     check_adapter,
     check_model,
     describe_adapter,
@@ -167,6 +168,8 @@ def build_run(
     draws_weights = not _loads_all_weights(plan.config, ctx)
     run = assemble(plan, ctx, tables=tables, draws_weights=draws_weights)
     drawn = "initial weights drawn" if draws_weights else "no weights drawn: all are loaded"
+    if not draws_weights and plan.config.peft.peft != "none":
+        drawn = "no weights drawn but adapters: the others are loaded"
     start.end("assembly")
     log.info("assembled in %.1f s, %s", start.parts_s["assembly"], drawn)
     run = load_run(run)
@@ -175,15 +178,13 @@ def build_run(
 
 
 def _loads_all_weights(config: TrainConfig, ctx: ParallelContext) -> bool:
-    """Whether ``load_run`` sets every weight of the run, or raises."""
-    strictness = config.strictness
-    may_leave = (
-        strictness.on_missing != "raise" or strictness.dist_ckpt_shape_mismatch == "skip"
-    )
-    if may_leave or config.peft.peft != "none":
+    """Whether ``load_run`` sets every weight of the run but adapters, or raises."""
+    if config.strictness.may_leave_tensors:
         return False
     options = starting_point(config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if config.peft.peft != "none":
+        return base_folder(config, folder) is not None
     if folder is not None or config.loading.pretrained_checkpoint:
         return True
     return _open_local(config, ctx, folder) is not None
