@@ -71,6 +71,9 @@ def test_five_kills_leave_the_weights_of_an_undisturbed_job(tmp_path, undisturbe
     rows = [json.loads(line) for line in history.read_text().splitlines()]
     assert [row["word"] for row in rows] == ["retry"] * len(kinds) + ["finished"]
     assert rows[-1]["step"] == LAST_STEP
+    starts = [r["start_s"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "run"]
+    # A rank of a standby has imported its modules before its attempt begins.
+    assert any("imports" not in start for start in starts) == bool(seed % 2)
 
 
 @pytest.mark.crash

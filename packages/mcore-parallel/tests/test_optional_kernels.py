@@ -119,6 +119,22 @@ def test_a_trial_sees_nothing_of_what_its_caller_set(kernel):
     assert works(kernel, CPU, torch.float64)  # another kind is tried again
 
 
+def test_gradients_of_a_trial_are_those_of_waves_and_import_no_sympy(monkeypatch):
+    x, y = (wave(*shape, device=CPU, dtype=torch.bfloat16) for shape in ((4, 8), (8, 3)))
+    x, y = x.requires_grad_(), y.requires_grad_()
+
+    def outputs(x, y):
+        return (x @ y).float(), 2 * x
+
+    roots = outputs(x, y)
+    weights = [wave(*r.shape, device=CPU, dtype=r.dtype) for r in roots]
+    want = *roots, *torch.autograd.grad(roots, (x, y), weights)
+    # Autograd would import it to compare the shapes of gradients that it is given.
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    for a, b in zip(both_passes(outputs, x, y), want, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_trial_that_asks_for_its_own_kernel_meets_the_fallback():
     def trial(device):
         x = wave(3, device=device, dtype=torch.float32)

@@ -211,11 +211,7 @@ def compared(kernel: KernelFunction[..., Any], sample: Sample) -> list[tuple[Ten
         outputs = function(*args, **kwargs)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs or ())
         leaves = [x for x in inputs if x.requires_grad]
-        grads: Sequence[Tensor] = ()
-        if leaves:
-            roots = [y for y in outputs if y.requires_grad]
-            weights = [wave(*y.shape, device=y.device, dtype=y.dtype) for y in roots]
-            grads = torch.autograd.grad(roots, leaves, weights, materialize_grads=True)
+        grads = _gradients(outputs, leaves) if leaves else ()
         written = [x for x in inputs if not x.requires_grad]
         results.append([*outputs, *written, *grads])
     return list(zip(*results, strict=True))
@@ -357,8 +353,19 @@ def both_passes(
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    grads = [wave(*y.shape, device=y.device, dtype=y.dtype) for y in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+    return [*outputs, *_gradients(outputs, leaves)]
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of the leaves where those of the outputs are waves.
+
+    They are exactly the factors of a sum. If they were given to autograd instead, it would
+    import sympy to compare shapes, which takes 2 s of a run's start.
+    """
+    roots = [y for y in outputs if y.requires_grad]
+    products = [(y * wave(*y.shape, device=y.device, dtype=y.dtype)).sum() for y in roots]
+    total = torch.stack([x.to(products[0].dtype) for x in products]).sum()
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
 
 
 def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:

@@ -105,10 +105,6 @@ def _train_once(
         store: at which ranks meet; None: the launcher's.
         sections: report to a monitor; None: those of the options.
     """
-    start = StartClock(
-        since_process_began=sections is None
-    )  # restarts in the process: since now
-    start.end("imports")
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
