@@ -125,6 +125,8 @@ BUILDERS = {
 OF_IDS = {"vocabulary", "gpt", "gpt with its head"}
 COMPILED = {"experts", "vocabulary", "gpt"}
 """All others are a part of one of these, or make their activation again."""
+DEFAULT = {"experts", "gpt"}
+"""In the default suite: the others are parts of these, or nearly these."""
 
 
 class Flat(nn.Module):
@@ -197,7 +199,13 @@ def check_wrappers(name):
                 assert parameter.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.parity_long)
+        for name in BUILDERS
+    ],
+)
 def test_a_layer_works_under_autocast_and_every_wrapper(name):
     run_ranks(check_wrappers, 2, name, check_shapes=False)
 

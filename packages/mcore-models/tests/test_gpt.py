@@ -410,16 +410,10 @@ def eager_and_compiled(changes, moe):
     return found
 
 
+@pytest.mark.parity_long  # tests/alacarte compiles a GPT by default
 @pytest.mark.parametrize(
     ("changes", "moe"),
-    [
-        ({}, {}),
-        pytest.param(
-            LEARNED | {"normalization": "LayerNorm"}, {}, marks=pytest.mark.parity_long
-        ),
-        # Experts alone are compiled in the tests of mcore-moe's facade and in tests/alacarte.
-        pytest.param({}, EXPERTS, marks=pytest.mark.parity_long),
-    ],
+    [({}, {}), (LEARNED | {"normalization": "LayerNorm"}, {}), ({}, EXPERTS)],
 )
 def test_compiled_blocks_equal_eager_ones(changes, moe):
     (found,) = run_ranks(eager_and_compiled, 1, changes, moe, check_shapes=False)
