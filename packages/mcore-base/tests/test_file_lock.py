@@ -46,7 +46,9 @@ def test_a_container_of_the_same_name_and_number_holds_its_lock_under_any_clock(
     assert json.loads(path.read_text())["token"] == "another"
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"pid": 1, "host": "elsewhere"}', None, "\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", '{"pid": 1, "host": "elsewhere"}', None, "\xff\xfe"]
+)
 def test_a_holder_that_gives_no_sign_of_life_is_dead_and_so_is_one_that_cannot_be_read(
     tmp_path, content, caplog
 ):

@@ -188,7 +188,8 @@ class FileLock:
     def read(self) -> tuple[Holder, float] | None:
         """Return the holder and when its file changed, by a clock not to be trusted."""
         try:
-            with self.path.open(errors="replace") as file:  # NFS asks the server when a file is opened
+            # NFS asks the server when a file is opened.
+            with self.path.open(errors="replace") as file:
                 return Holder.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
