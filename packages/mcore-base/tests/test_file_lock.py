@@ -46,14 +46,16 @@ def test_a_container_of_the_same_name_and_number_holds_its_lock_under_any_clock(
     assert json.loads(path.read_text())["token"] == "another"
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"pid": 1, "host": "elsewhere"}', None])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", '{"pid": 1, "host": "elsewhere"}', None, "\xff\xfe"]
+)
 def test_a_holder_that_gives_no_sign_of_life_is_dead_and_so_is_one_that_cannot_be_read(
     tmp_path, content, caplog
 ):
     path = tmp_path / "lock"
     write(path, container(), age_s=-130.0)
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="latin-1")
     began_s = time.monotonic()
     with FileLock(path, silent_s=0.2):
         assert time.monotonic() - began_s >= 0.2

@@ -188,7 +188,8 @@ class FileLock:
     def read(self) -> tuple[Holder, float] | None:
         """Return the holder and when its file changed, by a clock not to be trusted."""
         try:
-            with self.path.open() as file:  # NFS asks the server when a file is opened
+            # NFS asks the server when a file is opened.
+            with self.path.open(errors="replace") as file:
                 return Holder.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
@@ -204,7 +205,7 @@ class FileLock:
             self.path.rename(aside)
         except FileNotFoundError:
             return
-        if Holder.parse(aside.read_text()) != holder:
+        if Holder.parse(aside.read_text(errors="replace")) != holder:
             # Another process took the lock in between: put its file back.
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self.path)
