@@ -182,7 +182,7 @@ DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
     ("world_size", "changes"),
     [
         (4, {"post_layer_norm": True, "context_parallel_size": 1}),
-        (2, DATA_PARALLEL | QUIET),
+        pytest.param(2, DATA_PARALLEL | QUIET, marks=pytest.mark.parity_long),
         (2, DATA_PARALLEL | QUIET | {"context_parallel_size": 2}),
         pytest.param(
             2,

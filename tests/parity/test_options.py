@@ -167,10 +167,22 @@ CASES = {
 LONG = {
     "window_and_ring_cp2",
     "further_tokens_pp2_zero",
+    "further_tokens_apart_pp4_zero",
     "offloaded_experts_zero3_dp2",
+    "mup_tp2_zero",
+    "muon_qk_clip_tp2",
+    "muon_experts_ep2_zero_offloaded",
+    "normuon_joined_pp2_instances_dp2",
+    "adamuon_cp2_zero",
+    "soap_latent_zero3_dp2",
+    "lion_pp2_zero",
     "qk_clip_latent_zero3_dp2",
+    "dora_sequence_tp2",
     "lora_latent_sequence_tp2",
     *("lora_tables_pp2", "lora_tables_sequence_tp2", "lora_tables_zero_dp2"),
+    "lora_experts_tp2",
+    "lora_pp2",
+    "dora_cp2",
     "experts_hybrid_zero3_dp4",
 }
 """Rows whose options others have, under a like layout: in the long suite."""

@@ -22,6 +22,7 @@ from mcore_models.logical_tensors import (
     num_positions,
     tensor_shapes,
 )
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 
 _NO_EXPERTS = MoEConfig()
@@ -76,7 +77,7 @@ def bert_flops_per_token(
     weights = sum(
         prod(shape)
         for name, shape in bert_shapes(config, 0, moe).items()
-        if len(shape) == 2 and name.startswith(("blocks.", "lm_head."))
+        if tensor_kind(name, shape) == "matrix" and name.startswith(("blocks.", "lm_head."))
     )
     weights += config.hidden_size * padded_vocab_size
     keys = sum(
@@ -94,7 +95,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     D, H = config.hidden_size, head_dim(config)
     inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     norm = norm_kinds(config)
-    width, is_gated = t5_ffn_size(config), feed_forward(config)[0]
+    width, is_gated = ffn_size(config), feed_forward(config)[0]
     own: dict[str, Shape] = {
         "qkv.q": (inner, D),
         "qkv.k": (keys, D),
@@ -140,11 +141,6 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     return shapes
 
 
-def t5_ffn_size(config: T5Config) -> int:
-    """Return the width inside a feed-forward layer over all ranks, F."""
-    return ffn_size(config)
-
-
 def t5_flops_per_token(
     config: T5Config, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
@@ -157,7 +153,7 @@ def t5_flops_per_token(
     matrices = {
         name: prod(shape)
         for name, shape in t5_shapes(config, 0, moe).items()
-        if len(shape) == 2
+        if tensor_kind(name, shape) == "matrix"
     }
     encoder = sum(size for name, size in matrices.items() if name.startswith("encoder.blocks"))
     decoder = sum(size for name, size in matrices.items() if name.startswith("decoder.blocks"))

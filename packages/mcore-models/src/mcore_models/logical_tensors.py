@@ -461,6 +461,9 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
 }
 """Functions that list the tensors of each mixer, from the configs of layers and experts."""
 
+ROW_PARALLEL = ("proj", "fc2", "out_proj")
+"""Names of the linears whose inputs tensor ranks split; of the others, outputs."""
+
 MIXER_NORMS: Mapping[str, str] = {
     "attention": "attention_norm",
     "mla": "attention_norm",

@@ -6,6 +6,7 @@ import torch
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.kernels.few_bits import widen_levels
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.peft.attaching import adapted_linears, attach_adapters, merge_adapters
 from mcore_models.peft.config import PeftConfig
 from mcore_models.peft.quantized_base import QuantizedMatrix, quantize_base
@@ -73,7 +74,7 @@ def test_a_base_in_few_bits_trains_adapters_as_its_rounded_weights_do(kind, bits
         model = GPT(
             config,
             single,
-            recomputing=RecomputeConfig(recompute_granularity=granularity),
+            execution=Execution(recomputing=RecomputeConfig(recompute_granularity=granularity)),
             vocab_size=13,
             dtype=torch.float64,
             seed=3,

@@ -10,6 +10,7 @@ from mcore_moe import (
     expert_scores,
     finish_step,
     limited,
+    moe_axes,
     route,
 )
 from mcore_parallel.config import ParallelConfig
@@ -263,7 +264,7 @@ def noise_of(ctx, streams_seed):
     router = Router(
         3,
         config(moe_input_jitter_eps=0.1, moe_router_pre_softmax=True),
-        tp=ctx.tp,
+        axes=moe_axes(ctx),
         streams=RngStreams(streams_seed, ctx),
         init_std=0.0,
     )

@@ -21,7 +21,6 @@ from mcore_parallel.launch.launcher import (
     keep_compiled_kernels,
     launch_local,
     num_cores,
-    python_command,
     read_environment,
     shut_down,
 )
@@ -255,12 +254,3 @@ def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="--nproc cannot be used under torchrun"):
         launch_local(python("pass"), 2)
-
-
-def test_python_command_runs_a_module_with_this_interpreter():
-    assert python_command("mcore_train", ["gpt"]) == [
-        sys.executable,
-        "-m",
-        "mcore_train",
-        "gpt",
-    ]

@@ -22,6 +22,7 @@ from mcore_models.building.stage_model import StageModel
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import Entry, MicroBatch, TrainableModel, share_embedding
@@ -375,6 +376,12 @@ def _build_chunks(
         num_mtp_layers=config.model.mtp_num_layers,
         recipes=recipes,
     )
+    execution = Execution(
+        recomputing=config.recomputation,
+        kernels=config.kernels,
+        gemms=gemms,
+        streams=streams,
+    )
     has_adapters = config.peft.peft != "none"
     chunks = [
         plan.family.build(
@@ -383,16 +390,12 @@ def _build_chunks(
             vocab_size=plan.vocab_size,
             moe=config.experts,
             stage=stage,
-            seed=config.run.seed,
-            recomputing=config.recomputation,
-            kernels=config.kernels,
-            gemms=gemms,
-            streams=streams,
-            device=ctx.device,
-            dtype=dtype,
             # fully_shard fills parameters after sharding, so that no rank holds a full weight.
             # Frozen weights under adapters are not sharded: they are filled here.
-            is_filled=is_filled or (has_adapters and draws_weights),
+            seed=config.run.seed if is_filled or (has_adapters and draws_weights) else None,
+            execution=execution,
+            device=ctx.device,
+            dtype=dtype,
         )
         for stage in stages_of_rank(plan.stages, ctx.pp.rank)
     ]

@@ -24,9 +24,7 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.zigzag import zigzag_join
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 
@@ -55,7 +53,7 @@ class MaskedAttention(nn.Module):
             scale: of the scores; None: 1/sqrt(head dim).
         """
         super().__init__()
-        config, ctx, gemms = setup.config, setup.ctx, setup.gemms
+        config, ctx = setup.config, setup.ctx
         self.config, self.cp, self.streams = config, ctx.cp, setup.streams
         self.causal, self.scale = causal, scale
         self.recompute_core = "core_attn" in setup.recomputed
@@ -63,21 +61,16 @@ class MaskedAttention(nn.Module):
         check_backend(self.backend)
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         holders = ctx.tp_block(max(1, ctx.tp.size // G))
-        column: dict[str, Any] = {
-            "bias": has_qkv_bias(config),
-            "gemm": gemms.column,
-            **setup.split,
-        }
+        D, bias = config.hidden_size, has_qkv_bias(config)
         query = Output("" if is_cross else "q", N * H)
         others = [Output("k", G * H, holders), Output("v", G * H, holders)]
         self.is_cross = is_cross
         if is_cross:
-            self.q = ColumnParallelLinear(config.hidden_size, [query], **column)
-            self.kv = ColumnParallelLinear(config.hidden_size, others, **column)
+            self.q = setup.column_linear(D, [query], bias=bias)
+            self.kv = setup.column_linear(D, others, bias=bias)
         else:
-            self.qkv = ColumnParallelLinear(config.hidden_size, [query, *others], **column)
-        row: dict[str, Any] = {"bias": config.add_bias_linear, "gemm": gemms.row, **setup.split}
-        self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
+            self.qkv = setup.column_linear(D, [query, *others], bias=bias)
+        self.proj = setup.row_linear(N * H, D, bias=config.add_bias_linear)
 
     def forward(
         self,

@@ -4,7 +4,7 @@ Norms come before each half (Megatron's BERT, T5) or after it (BERT as published
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from mcore_models.kernels.rope import RotaryTables
 from mcore_models.layer_patterns import is_local
 from mcore_models.layers.encoder_decoder_attention import MaskedAttention
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.mixers import MIXERS
+from mcore_models.layers.mixers import build_mlp, feed_forward_network
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.residual import (
     Residual,
@@ -23,7 +23,6 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
-from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import ModelState
 from mcore_parallel.autograd.recomputing import recompute
 
@@ -142,19 +141,10 @@ class MaskedBlock(ResidualBlock):
         return mixers | {"mlp": self.mlp}
 
 
-def _build_mlp(setup: LayerSetup) -> Any:
+def _build_mlp(setup: LayerSetup) -> MLP:
     """Build the feed-forward layer: of a T5 by ``--feed-forward-proj``."""
-    config = setup.config
-    if not isinstance(config, T5Config):
-        return MIXERS["mlp"].build(setup)
-    is_gated, activation = feed_forward(config)
-    return MLP(
-        config.hidden_size,
-        ffn_size(config),
-        gated=is_gated,
-        activation=activation,
-        bias=config.add_bias_linear,
-        recompute_activation="mlp_act" in setup.recomputed,
-        gemms=setup.gemms,
-        **setup.split,
-    )
+    network = feed_forward_network(setup, recomputed_as="mlp_act")
+    if isinstance(setup.config, T5Config):
+        is_gated, activation = feed_forward(setup.config)
+        network = replace(network, gated=is_gated, activation=activation)
+    return build_mlp(setup, network)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from mcore_base.options import Because, Options, Rule, option
+from mcore_models.parameter_kinds import tensor_kind
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers except routed experts."""
@@ -48,8 +49,6 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "head": ("head.weight", "lm_head.bias"),
 }
 """Choices of --modules-to-save, and their logical tensors, of which a model may lack some."""
-
-_NO_LINEARS = (".router.weight", ".conv1d.weight", ".token_gate.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,10 +176,7 @@ def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
-        if "blocks" in name.split(".")
-        and name.endswith(".weight")
-        and len(shape) == 2
-        and not name.endswith(_NO_LINEARS)
+        if "blocks" in name.split(".") and tensor_kind(name, shape) == "matrix"
     ]
 
 

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -354,11 +353,6 @@ def num_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
-
-
-def python_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs ``python -m module arguments`` with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:

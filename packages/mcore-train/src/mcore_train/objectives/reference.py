@@ -19,6 +19,7 @@ from mcore_ckpt.storage.index import ADAPTER
 from mcore_models.building.layouts import layout_problems
 from mcore_models.description import ModelDescription
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.peft.attaching import adapters_off
 from mcore_models.protocol import MicroBatch, TrainableModel, share_embedding
 from mcore_parallel.data_parallel.meta_matrices import give_memory
@@ -192,8 +193,7 @@ def build_frozen_model(
             vocab_size=description.vocab_size,
             moe=description.moe,
             stage=stage,
-            kernels=config.kernels,
-            streams=streams,
+            execution=Execution(kernels=config.kernels, streams=streams),
             device=ctx.device,
             dtype=dtype,
             is_filled=config.strictness.may_leave_tensors,
