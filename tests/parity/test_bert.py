@@ -184,7 +184,11 @@ DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
         (4, {"post_layer_norm": True, "context_parallel_size": 1}),
         pytest.param(2, DATA_PARALLEL | QUIET, marks=pytest.mark.parity_long),
         (2, DATA_PARALLEL | QUIET | {"context_parallel_size": 2}),
-        (2, MODERN_FLAGS | DATA_PARALLEL | {"context_parallel_size": 2}),
+        pytest.param(
+            2,
+            MODERN_FLAGS | DATA_PARALLEL | {"context_parallel_size": 2},
+            marks=pytest.mark.parity_long,
+        ),
         pytest.param(
             4, MODERN_FLAGS | {"context_parallel_size": 1}, marks=pytest.mark.parity_long
         ),

@@ -42,12 +42,13 @@ _ONLY = {
     **dict.fromkeys(("decoder_bias", "tie_word_embeddings"), True),
 }
 """Their fields with one value, which is written."""
-_UNREAD = (
+carries = (
     *("initializer_cutoff_factor", "classifier_pooling", "classifier_dropout", "cls_token_id"),
     *("deterministic_flash_attn", "sparse_prediction", "sparse_pred_ignore_index"),
     *("layer_norm_eps", "gradient_checkpointing", "position_embedding_type"),
     *("reference_compile", "repad_logits_with_grad"),
 )
+"""Their fields that are copied without being read."""
 _FIXED = {
     "position_embedding_type": "rope",
     "swiglu": False,
@@ -73,7 +74,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(config, keep=("layer_types",))
     for name, value in _ONLY.items():
         fields.must_be(name, value)
-    for name in _UNREAD:
+    for name in carries:
         fields.maybe(name)
     ours: dict[str, Any] = {**read_pairs(fields, _PAIRS), **_FIXED}
     every = fields.take("global_attn_every_n_layers", 3)
