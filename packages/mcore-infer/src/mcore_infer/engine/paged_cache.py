@@ -278,8 +278,8 @@ class _PagedLayer:
             is_single = here.stop - here.start == 1
             if (is_single and decode is not None) or (chunk.is_fresh and fresh is not None):
                 continue
-            if chunk.is_fresh and v is not None:  # no earlier keys: read none from pages
-                seen = rounded_to_codes((k[here], v[here]), self.scales)
+            if chunk.is_fresh and v is not None and self.scales is None:
+                seen = [k[here], v[here]]  # no earlier keys: read none from pages
             else:
                 memories = (self.held.keys, values)
                 seen = [self._seen(memory, chunk, window) for memory in memories]
