@@ -6,6 +6,7 @@ source: where Python writes no bytecode beside the sources, it goes into pytest'
 """
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ install_shape_checks()  # Before any conftest below imports what is checked.
 
 # Folders that one process runs: their tests share trainings, or parsed sources.
 SHARED = ("tests/parity", "tests/house")
-# What takes half a minute or more. xdist would hand out files of few tests last, and one
+# Of few tests that take long. xdist would hand out files of few tests last, and one
 # process would end long after the others.
 LONG = (
     *SHARED,
@@ -26,6 +27,10 @@ LONG = (
     "tests/e2e/test_flow.py",
     "packages/mcore-moe/tests/dispatch/test_symmetric.py",
     "tests/alacarte/test_wrappers.py",
+    "packages/mcore-infer/tests/server/test_worker.py",
+    "packages/mcore-data/tests/preprocessing/test_crash.py",
+    "packages/mcore-data/tests/preprocessing/test_on_the_fly.py",
+    "packages/mcore-train/tests/test_families.py",
 )
 # The collector's thresholds: by default it runs every 700 objects, which took three quarters of
 # the time to parse our sources.
@@ -56,11 +61,14 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     """Set them aside: it never looks at them again. Ranks of tests are forked from here."""
-    gc.freeze()
-    gc.enable()
-    gc.set_threshold(*RARELY)
     import warm_ranks  # Now that the shape hook is there.
 
+    if "PYTEST_XDIST_WORKER" in os.environ:  # Its many tests load them, and each rank's server.
+        for name in warm_ranks.PRELOADED:
+            importlib.import_module(name)
+    warm_ranks.set_aside()
+    gc.enable()
+    gc.set_threshold(*RARELY)
     warm_ranks.fork_server_of_ranks()
 
 

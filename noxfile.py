@@ -19,7 +19,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2025.2"
-nox.options.sessions = ["lint", "types", "contracts", "tests"]
+nox.options.sessions = ["lint", "types", "contracts", "house", "tests"]
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
@@ -52,6 +52,7 @@ RESILIENCY = (
     "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
     "packages/mcore-train/tests/resiliency",
 )
+RULES = ("tests/house", "tests/docs")
 # Files of tests run side by side: in one process more than cores, since each waits for its
 # ranks now and then; more than four would wait for one another's.
 SIDE_BY_SIDE = ("-n", str(min(4, (os.cpu_count() or 1) + 1)))
@@ -62,9 +63,16 @@ def _in_workspace(session: nox.Session, *command: str) -> None:
 
 
 @nox.session
+def house(session: nox.Session) -> None:
+    """Hold sources, registers and pages to the rules, and run what the pages show."""
+    _in_workspace(session, "pytest", *SIDE_BY_SIDE, *RULES, *session.posargs)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
-    """Run the default suite; arguments after `--` go to pytest."""
-    _in_workspace(session, "pytest", *SIDE_BY_SIDE, *session.posargs)
+    """Run the default suite, without that of `house`; arguments after `--` go to pytest."""
+    others = [f"--ignore={folder}" for folder in RULES]
+    _in_workspace(session, "pytest", *SIDE_BY_SIDE, *others, *session.posargs)
 
 
 @nox.session

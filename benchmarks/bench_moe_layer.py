@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_moe import ExpertNetwork, MoEConfig, MoELayer, moe_axes, replay_routing
+from mcore_moe import ExpertNetwork, MoEConfig, MoELayer, MoERuntime, moe_axes, replay_routing
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
@@ -143,8 +143,7 @@ def _measure(
         config,
         ExpertNetwork(init_std=0.0),
         axes=moe_axes(ctx),
-        equal_tokens=True,
-        fp8_casts=casts,
+        runtime=MoERuntime(fp8_casts=casts, equal_tokens=True),
         device="cuda",
         dtype=torch.bfloat16,
     )

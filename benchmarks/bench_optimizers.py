@@ -44,6 +44,7 @@ from mcore_train.running import joined_world
 from mcore_train.step import train_step
 
 ADAM = "--adam-beta2 0.95 --weight-decay 0.1"
+FP8 = "--fp8-format hybrid --fp8-recipe delayed"
 MUON = f"--optimizer muon --muon-momentum 0.95 --muon-nesterov {ADAM}"
 CASES = {
     "adam": f"--optimizer adam {ADAM}",
@@ -52,10 +53,13 @@ CASES = {
     "normuon": f"{MUON} --muon-moment2-method normuon",
     "adamuon": f"{MUON} --muon-moment2-method adamuon",
     "soap": f"--optimizer soap {ADAM}",
+    "adam-fp8": f"--optimizer adam {ADAM} {FP8}",
+    "muon-fp8": f"{MUON} --muon-extra-scale-factor 0.2 {FP8}",
     "lion": "--optimizer lion --weight-decay 1.0 --lr 1e-4 --min-lr 1e-5",
 }
 """Flags of each optimizer; the learning rate is the common one, but Lion's is a tenth. Masked
-cases time updates that read from the device whether they are applied, as every step is."""
+cases time updates that read from the device whether they are applied, as every step is. The
+fp8 cases run the linears' GEMMs in fp8 and are meant for ``train``."""
 TIMED = """--recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data
     --train-iters 60 --lr 1e-4 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather"""

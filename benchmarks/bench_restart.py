@@ -3,14 +3,16 @@
 Each case starts a small job, lets a fault happen in it, and reads the times off its files:
 
 - ``kill``: a rank is killed under ``mcore-train launch local``, which starts all ranks again;
+- ``standby``: the same while the ranks of the next attempt wait (``--standby-after-s``);
 - ``hang``: everything is watched, and a device stops in a step (without a GPU: a rank sleeps);
   until the rank is named, and until all ranks have ended (``--end-on-hang``);
 - ``in_process``: a rank raises under ``--inprocess-restart``;
 - ``peers``: one of two ranks is killed while the device of the other one waits for it; until
   both have ended. On a host with one GPU they share it, and gloo carries their messages.
 
-``kill`` and ``in_process`` continue from a local checkpoint if nvidia-resiliency-ext is
-installed; without it ``kill`` continues from ``--save``, and ``in_process`` is left out. The
+``kill``, ``standby`` and ``in_process`` continue from a local checkpoint if
+nvidia-resiliency-ext is installed; without it the first two continue from ``--save``, and
+``in_process`` is left out. The
 steps of ``hang`` before the fault, compared with those of ``kill``, are what watching costs.
 
 Each case has a limit of its own besides that of all. A case that fails is reported with what it
@@ -191,17 +193,29 @@ class Case:
 
 def kill(case: Case) -> dict:
     """Kill a rank of ``launch local``; until the first step of the next attempt has ended."""
+    return kill_rank(case)
+
+
+def standby(case: Case) -> dict:
+    """Kill a rank while ranks of the next attempt wait (``--standby-after-s``)."""
+    return kill_rank(case, "--standby-after-s", "5")
+
+
+def kill_rank(case: Case, *options: str) -> dict:
+    """Kill a rank of ``launch local`` with options; see ``kill`` and ``standby``."""
     run = case.folder / "run"
-    launch = ["launch", "local", "--nproc-per-node", str(case.nproc)]
+    launch = ["launch", "local", "--nproc-per-node", str(case.nproc), *options]
     launch += ["--restart-backoff-s", "0", "--", "gpt", *case.flags, *saving(case.folder)]
     with Job([sys.executable, "-m", "mcore_train", *launch], case) as job:
         job.wait_for_step(run, KILLED_STEP)
-        before = job.processes()
+        if options:
+            job.wait_for_line("this rank has imported its modules and waits")
+        before = [p for p in job.processes() if not is_standby(p)]
         victim = next(p for p in before if is_rank(p, case.nproc - 1))
         os.kill(victim, signal.SIGKILL)
         killed_s = time.time()
         job.note.write_text(str(killed_s))
-        rank_s = job.wait_for_rank(before)
+        rank_s = killed_s if options else job.wait_for_rank(before)
         job.wait_for_step(run, 1, attempt=2)
         took_s = time_of_step(run, 1, attempt=2) - killed_s
     first_s = time_of_step(run, 1, attempt=1) - job.began_s
@@ -211,6 +225,7 @@ def kill(case: Case) -> dict:
         "start_to_first_step_s": round(first_s, 2),
         "step_ms": step_ms(run),
         "continues_from": "local checkpoint" if HAS_NVRX else "--save",
+        "start_s_of_attempts": [row["start_s"] for row in metrics(run) if row["kind"] == "run"],
         "start_lines": job.lines_from(job.began_s, job.began_s + first_s),
         "restart_lines": job.lines_from(killed_s, killed_s + took_s),
     }
@@ -287,6 +302,7 @@ def peers(case: Case) -> dict:
 
 CASES: dict[str, tuple[Callable[[Case], dict], float]] = {
     "kill": (kill, 110.0),
+    "standby": (standby, 110.0),
     "in_process": (in_process, 80.0),
     "hang": (hang, 70.0),
     "peers": (peers, 60.0),
@@ -294,6 +310,7 @@ CASES: dict[str, tuple[Callable[[Case], dict], float]] = {
 """Each case, and the most seconds that it takes."""
 GOALS = {
     ("kill", "fault_to_next_step_s"): "20 s",
+    ("standby", "fault_to_next_step_s"): "20 s",
     ("in_process", "fault_to_next_step_s"): "5 s",
     ("hang", "hang_to_detection_s"): "two steps and 10 s",
     ("peers", "kill_to_end_of_ranks_s"): "below the 30 s of torchrun",
@@ -480,6 +497,11 @@ def variables_of(process: int) -> list[bytes]:
         return Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def is_standby(process: int) -> bool:
+    """Whether a process was started for a later attempt, which waits or waited."""
+    return any(v.startswith(b"MCORE_TURN=") for v in variables_of(process))
 
 
 def is_rank(process: int, local_rank: int) -> bool:

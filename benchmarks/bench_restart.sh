@@ -3,8 +3,8 @@
 #
 #   benchmarks/bench_restart.sh [OUTPUT] [LAYERS] [CASE ...]
 #
-# At most LIMIT_S seconds (150). CASE: kill, in_process, hang or peers, all by default, in that
-# order while there is time. LAYERS as wide as those of llama-3-8b (default 8), with 32 000
+# At most LIMIT_S seconds (150). CASE: kill, standby, in_process, hang or peers, all by default,
+# in that order while there is time. LAYERS as wide as those of llama-3-8b (default 8), with 32 000
 # tokens. With 8 layers a GPU saves and loads 28 GB, as much as each of 8 GPUs does of the whole
 # 8B with the distributed optimizer: 16 GB of weights and 12 GB of optimizer state. Checkpoints
 # go to /dev/shm where it has 40 GB free. Without a GPU a tiny model is taken.

@@ -16,10 +16,13 @@ batch-invariant kernels, on the last rank: --batch-rows texts of --seq-length to
 
 import argparse
 import time
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from bench_train_step import device_fills
 from reporting import add_options, keep, spread, versions
 
 from mcore_infer import Engine, EngineConfig
@@ -112,7 +115,10 @@ def build(preset: str, ctx: ParallelContext, seed: int) -> GPT:
             ),
             1024,
         )
-    model = GPT(config, ctx, vocab_size=vocab_size, dtype=torch.bfloat16, seed=seed)
+    # The host draws a billion weights in 3 s and more: the device draws them here.
+    is_gpu = ctx.device.type == "cuda"
+    with patch("mcore_parallel.rng.plan_fills", device_fills) if is_gpu else nullcontext():
+        model = GPT(config, ctx, vocab_size=vocab_size, dtype=torch.bfloat16, seed=seed)
     return model.requires_grad_(False)
 
 

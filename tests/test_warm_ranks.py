@@ -1,5 +1,6 @@
 """The pool of ranks: what goes wrong on a rank is seen here, and the next test still runs."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.testing.ranks import load_function
+from mcore_train.guards.gc_control import GCControl
 
 
 def describe(word):
@@ -109,6 +111,19 @@ def test_the_time_to_load_a_test_file_is_not_the_functions(tmp_path):
     )
     answer = load_function((path.stem, str(path), "answer"))
     assert run_ranks(answer, 1, timeout_s=0.8) == [7]
+
+
+def objects_set_aside():
+    with GCControl(1):
+        pass
+    return gc.get_freeze_count()
+
+
+def test_a_training_lets_the_collector_look_at_nothing_that_was_set_aside():
+    counts = [objects_set_aside()]
+    for is_checked in (False, True):
+        counts += run_ranks(objects_set_aside, 1, check_shapes=is_checked)
+    assert min(counts) > 100_000
 
 
 def return_a_function():

@@ -113,9 +113,9 @@ BUILDERS = {
             RowParallelLinear(32, D, bias=True, init_std=0.3),
         )
     ),
-    "mlp": lambda: Wrapped(MLP(D, 32, init_std=0.3)),
+    "mlp": lambda: Wrapped(MLP(D, 32, ExpertNetwork(init_std=0.3))),
     "mlp, activation made again": lambda: Wrapped(
-        MLP(D, 32, init_std=0.3, recompute_activation=True)
+        MLP(D, 32, ExpertNetwork(init_std=0.3, recompute_activation=True))
     ),
     "norms": lambda: Wrapped(nn.Sequential(RMSNorm(D), nn.Linear(D, D), LayerNorm(D))),
     "vocabulary": Vocabulary,
@@ -125,6 +125,8 @@ BUILDERS = {
 OF_IDS = {"vocabulary", "gpt", "gpt with its head"}
 COMPILED = {"experts", "vocabulary", "gpt"}
 """All others are a part of one of these, or make their activation again."""
+DEFAULT = {"experts", "gpt"}
+"""In the default suite: the others are parts of these, or nearly these."""
 
 
 class Flat(nn.Module):
@@ -197,7 +199,13 @@ def check_wrappers(name):
                 assert parameter.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.parity_long)
+        for name in BUILDERS
+    ],
+)
 def test_a_layer_works_under_autocast_and_every_wrapper(name):
     run_ranks(check_wrappers, 2, name, check_shapes=False)
 

@@ -47,6 +47,36 @@ compressed-tensors are [read](deployment.md). Of models that see, the text model
 """
 
 
+LEFT_OUT = """
+## Not supported, and why
+
+Transformers has these models. Each needs a kind of layer that no other family here has:
+
+- **Gemma 3n** (`gemma3n_text`): four residual streams, which a small router predicts before
+  each layer and corrects after it (AltUp). All that passes between layers, pipeline stages
+  and recomputed groups would have another shape. Also missing: a branch of low rank beside
+  attention (LAuReL), and activations cut at a quantile of each token, over tensor ranks.
+  Vectors for each layer and shared keys exist, as in Gemma 4.
+- **MiniMax-Text-01 and M1** (`minimax`): linear attention with a fixed decay for each head,
+  and a block whose residual stream is the normed one, times a factor. MiniMax-M2 has
+  neither.
+- **Kimi-Linear** (`kimi_linear`): a delta rule that forgets by channel, not by head as in
+  Qwen3-Next, which is another chunked kernel with its backward.
+
+Of supported models:
+
+- `deepseek_v32`: the indexer, which selects the keys of sparse attention, is converted and
+  used, in training too, but not trained. Its loss compares its scores with the attention of
+  all heads to all keys of each query: without a sparse kernel that is a matrix of tokens by
+  tokens for every head of a layer, more memory than dense training takes. With the indexer
+  frozen, the model trains on the keys that it selects.
+- `phimoe`: training chooses experts as inference does. The release sampled them, with a
+  gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
+  factors, as the release does; transformers 5.23 stays with the short ones.
+- `modernbert`: the model with its head of masked tokens, without dropout; no other heads.
+"""
+
+
 def render() -> str:
     """Return the page."""
     towers = ", ".join(f"{name} ({' or '.join(kinds)})" for name, kinds in TOWERS.items())
@@ -69,7 +99,7 @@ def render() -> str:
         )
         cells = (name, *cells)
         lines.append(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|")
-    return INTRODUCTION.format(towers=towers) + "\n".join(lines) + "\n"
+    return INTRODUCTION.format(towers=towers) + "\n".join(lines) + "\n" + LEFT_OUT
 
 
 def descriptions() -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_ckpt.storage.paths import complete_steps, latest_step, step_folder
+from mcore_train.launching.config import TURN
 
 LAST_STEP = 40
 TRAINING = [
@@ -31,7 +32,10 @@ KINDS = ("one rank", "all ranks", "agent", "during a save", "during validation")
 
 
 def processes_of(run: Path) -> dict[str, list[int]]:
-    """List the processes that train into a run folder, ranks apart from torchrun's agents."""
+    """List the processes that train into a run folder, ranks apart from torchrun's agents.
+
+    Those of a standby, which waits, are left out.
+    """
     found: dict[str, list[int]] = {"ranks": [], "agents": []}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
@@ -41,7 +45,11 @@ def processes_of(run: Path) -> dict[str, list[int]]:
             if str(run) not in words or "bash" in words[0]:
                 continue
             kind = "agents" if "torch.distributed.run" in words else "ranks"
-            if kind == "agents" or b"LOCAL_RANK=" in (folder / "environ").read_bytes():
+            environ = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            variables = dict(pair.partition("=")[::2] for pair in environ)
+            if TURN in variables and not Path(variables[TURN]).exists():
+                continue
+            if kind == "agents" or "LOCAL_RANK" in variables:
                 found[kind].append(int(folder.name))
     return found
 

@@ -29,10 +29,10 @@ LAUNCH = [
 ]
 
 
-def start(run):
+def start(run, *options):
     """Start a job of 2 x 2 ranks; its output goes beside the run folder."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    command = [*LAUNCH, *TRAINING, "--save", str(run)]
+    command = [*LAUNCH[:-1], *options, "--", *TRAINING, "--save", str(run)]
     with run.with_suffix(".log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=run.parent)
 
@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory):
 def test_five_kills_leave_the_weights_of_an_undisturbed_job(tmp_path, undisturbed, seed):
     draw = random.Random(seed)
     run = tmp_path / "run"
-    job = start(run)
+    job = start(run, *(("--standby-after-s", "3") if seed % 2 else ()))
     kinds = draw.sample(KINDS, len(KINDS))
 
     def check_alive():

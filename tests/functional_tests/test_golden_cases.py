@@ -82,6 +82,7 @@ def test_the_first_steps_of_some_cases_are_those_that_were_recorded(tmp_path):
     assert f"{len(CHEAP)} of {len(CHEAP)} cases agree" in done.stdout
 
 
+@pytest.mark.parity_long
 def test_the_commands_of_the_page_run(tmp_path):
     """In a copy of the cases, whose values are those of this machine or near them."""
     shutil.copytree(HERE, tmp_path / "tests/functional_tests")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -66,13 +67,20 @@ def changes(row: Row) -> bool:
         return mutant != original
     # Statements that end before the change are those of the original.
     line = original.count("\n", 0, original.index(row["replace"])) + 1
-    pairs = zip_longest(*(_dumps(text, line) for text in (mutant, original)))
+    pairs = zip_longest(*(_dumps(body, line) for body in (_body(mutant), _kept(original))))
     return any(changed != unchanged for changed, unchanged in pairs)
 
 
-def _dumps(text: str, line: int) -> Iterator[str]:
+def _body(text: str) -> list[ast.stmt]:
+    return ast.parse(text).body
+
+
+_kept = cache(_body)  # of files that several mutants change
+
+
+def _dumps(body: list[ast.stmt], line: int) -> Iterator[str]:
     """Yield the syntax of each statement of a module that ends on a line or after it."""
-    for node in ast.parse(text).body:
+    for node in body:
         if (node.end_lineno or 0) >= line:
             yield ast.dump(node)
 

@@ -12,7 +12,7 @@ from house.sources import ROOT
 from warm_ranks import run_command
 
 SCRIPT = ROOT / ".ci/run"
-STEPS = ["lint", "types", "contracts", "wheels", "tests"]
+STEPS = ["lint", "types", "contracts", "house", "wheels", "tests"]
 
 
 def test_the_script_can_be_run_and_parses():
@@ -121,7 +121,7 @@ def test_the_forge_runs_sessions_that_exist_on_the_oldest_and_the_newest_python(
         "wheels",
     }
     matrix = jobs["tests"]["strategy"]["matrix"]["session"]
-    assert matrix == ["tests", "tests_newest-3.11", "tests_newest-3.13"]
+    assert matrix == ["house", "tests", "tests_newest-3.11", "tests_newest-3.13"]
     assert {name.partition("-")[0] for name in (*matrix, *" ".join(named).split())} <= sessions
     assert any("pytest -q tests/docs" in run for run in steps)
 

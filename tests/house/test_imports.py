@@ -45,6 +45,7 @@ PURE = (
     "mcore_models.layer_patterns",
     "mcore_models.logical_tensors",
     "mcore_models.mup",
+    "mcore_models.parameter_kinds",
 )
 """Modules that config files and mcore-ckpt may import: what follows from a config's fields."""
 

@@ -48,6 +48,7 @@ OTHER_PARITY = {
     "megatron-bert": "tests/parity/test_bert.py",
     "roberta": "tests/parity/test_bert.py",
     "xlm-roberta": "tests/parity/test_bert.py",
+    "modernbert": "tests/parity/test_bert.py",
 }
 """Families that are compared with transformers in a file of their own."""
 

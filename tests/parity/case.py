@@ -102,7 +102,7 @@ DENSE = {
 }
 """Layouts of the dense model; each trains on the same twelve sequences a step."""
 
-LONG = {"tp2_dp3", "pp2_dp2_strided"}
+LONG = {"tp2_dp3", "pp2_dp2_strided", "zero3_ep2_tp2"}
 """Those of the long suite: others nearly hold them."""
 
 _SPARSE: dict[str, Any] = {**EXPERTS, "global_batch_size": 8}

@@ -151,7 +151,8 @@ CASES = {
         "Granite",
         {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.3}
-        | {"residual_multiplier": 0.22, "logits_scaling": 6.0},
+        | {"residual_multiplier": 0.22, "logits_scaling": 6.0}
+        | {"attention_bias": True, "mlp_bias": True},
     ),
     "cohere": (
         "Cohere",
@@ -178,6 +179,11 @@ CASES = {
             "num_attention_heads": 2,
             "no_rope_layer_interval": 2,
         },
+    ),
+    "apertus": (
+        "Apertus",
+        {**ODD, **HEADS, "attention_bias": True, "hidden_act": "xielu"}
+        | {"rope_parameters": LLAMA3},
     ),
     "arcee": ("Arcee", {**ODD, **EVEN, "attention_bias": True}),
     "cwm": ("Cwm", {**ODD, **HEADS, "sliding_window": 5, "rope_parameters": LLAMA3}),
@@ -269,6 +275,17 @@ CASES = {
         "MiniMaxM2",
         {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"rotary_dim": 4, "tie_word_embeddings": True},
+    ),
+    "phimoe": (
+        "Phimoe",
+        {**ODD_MOE, **HEADS, "num_local_experts": 4, "router_jitter_noise": 0.3}
+        | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5},
+    ),
+    "phimoe longrope": (
+        "Phimoe",
+        {**ODD_MOE, **EVEN, "num_local_experts": 3}
+        | {"router_jitter_noise": 0.1, "tie_word_embeddings": True}
+        | rope(**LONG, short_mscale=1.3, long_mscale=1.3, original_max_position_embeddings=32),
     ),
     "dots1": (
         "Dots1",

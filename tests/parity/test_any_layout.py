@@ -14,6 +14,7 @@ def test_many_drawn_layouts_compute_what_one_rank_computes(world_size, seed):
     check(draws(seed, world_size, 10), world_size, check_shapes=True)
 
 
+@pytest.mark.parity_long
 def test_draws_are_the_same_for_a_seed_and_reach_most_choices():
     chosen = draws(SEED, 4, 8)
     assert chosen[:1] == draws(SEED, 4, 1)

@@ -91,12 +91,26 @@ def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name, a
     assert error < TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", ["Roberta", "XLMRoberta"])
-def test_masked_tokens_of_a_roberta_are_those_of_transformers(tmp_path, name):
+ROBERTA = SIZES | {"pad_token_id": 1, "type_vocab_size": 1}
+MODERN = {name: size for name, size in SIZES.items() if not name.endswith("_prob")}
+MODERN |= dict.fromkeys((f"{token}_token_id" for token in ("bos", "eos", "cls", "sep")), 0)
+MODERN |= {"pad_token_id": 1, "local_attention": 5}
+LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+MASKED = {
+    "Roberta": (ROBERTA, TOLERANCE),
+    "XLMRoberta": (ROBERTA, TOLERANCE),
+    # transformers rotates in float32.
+    "ModernBert": (MODERN | {"layer_types": LOCAL_FIRST}, 2e-5),
+    "ModernBert with biases of norms": (MODERN | {"norm_bias": True}, 2e-5),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_tokens_are_those_of_transformers(tmp_path, name):
     torch.manual_seed(1)
-    own = {"pad_token_id": 1, "type_vocab_size": 1}
-    config = getattr(transformers, f"{name}Config")(**SIZES | own)
-    theirs = getattr(transformers, f"{name}ForMaskedLM")(config).double().eval()
+    kind, (values, tolerance) = name.partition(" ")[0], MASKED[name]
+    config = getattr(transformers, f"{kind}Config")(**values)
+    theirs = getattr(transformers, f"{kind}ForMaskedLM")(config).double().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -113,11 +127,11 @@ def test_masked_tokens_of_a_roberta_are_those_of_transformers(tmp_path, name):
     hidden, _ = model.run_stage(batch, None)
     logits = model.logits(hidden).transpose(0, 1)[..., :53]  # [S, B, V] -> [B, S, V]
     is_token = padding > 0  # positions of padding differ, and nothing reads them
-    torch.testing.assert_close(logits[is_token], found.logits[is_token], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits[is_token], found.logits[is_token], rtol=0, atol=tolerance)
     losses = model.losses(hidden, batch, {"lm loss": mask / mask.sum()})
     sum(losses.values()).backward()
     error, where = largest_gradient_error(model, theirs, tmp_path / "gradients")
-    assert error < TOLERANCE, where
+    assert error < tolerance, where
     hf_to_mcore(tmp_path / "weights", tmp_path / "run")
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     folders = tmp_path / "weights", tmp_path / "again"
@@ -147,6 +161,18 @@ FLAGS = {
 
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # noise is the others' matter
+MODERN_FLAGS = QUIET | {
+    "position_embedding_type": "rope",
+    "rotary_base_local": 100.0,
+    "window_size": (3, 3),
+    "window_attn_skip_freq": "2",
+    "exact_geglu": True,
+    "add_bias_linear": False,
+    "norm_bias": False,
+    "embedding_layernorm": True,
+    "num_tokentypes": 0,
+    "bert_heads": ("lm",),
+}
 DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
     (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")), 1
 )
@@ -156,12 +182,24 @@ DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
     ("world_size", "changes"),
     [
         (4, {"post_layer_norm": True, "context_parallel_size": 1}),
-        (2, DATA_PARALLEL | QUIET),
+        pytest.param(2, DATA_PARALLEL | QUIET, marks=pytest.mark.parity_long),
         (2, DATA_PARALLEL | QUIET | {"context_parallel_size": 2}),
+        (2, MODERN_FLAGS | DATA_PARALLEL | {"context_parallel_size": 2}),
+        pytest.param(
+            4, MODERN_FLAGS | {"context_parallel_size": 1}, marks=pytest.mark.parity_long
+        ),
         pytest.param(4, {"pipeline_model_parallel_size": 1}, marks=pytest.mark.parity_long),
         pytest.param(8, {}, marks=pytest.mark.parity_long),
     ],
-    ids=["post tp2 sp pp2", "dp2", "cp2", "tp2 sp cp2", "tp2 sp pp2 cp2"],
+    ids=[
+        "post tp2 sp pp2",
+        "dp2",
+        "cp2",
+        "modern cp2",
+        "modern tp2 sp pp2",
+        "tp2 sp cp2",
+        "tp2 sp pp2 cp2",
+    ],
 )
 def test_every_axis_computes_what_one_rank_computes(world_size, changes):
     config = compose(FLAGS | changes, BertTrainConfig)

@@ -146,6 +146,10 @@ CASES = {
 
 
 LONG = {
+    "cp2 all_gather",
+    "ep2 beside",
+    "tp2 sp pp2, lengths vary",
+    "experts over data ranks first",
     "cp2 all_gather packed",
     "cp2 a2a packed",
     "cp2 pp2 lengths vary, one by one",

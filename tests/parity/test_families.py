@@ -19,7 +19,8 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
 # Buffers of theirs that take part in what a model computes.
-UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta")
+NOT_TRAINED = (".expert_bias", ".output_scale.weight", ".xielu.beta", ".xielu.eps")
 ROUTED_IN_FLOAT32 = ("glm4_moe", "dots1", "ernie4_5_moe", "lfm2_moe", "hunyuan_v1_moe")
 ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2", "deepseek_v32")
 VOCAB, LENGTH, NEW = 37, 23, 2
@@ -85,7 +86,7 @@ def scored(run, tokens, **degrees):
     gradients = {
         name: [(piece.offsets, piece.lengths, piece.data.clone()) for piece in shard.pieces]
         for name, shard in named_shards(model).items()
-        if not name.endswith((".expert_bias", ".output_scale.weight"))
+        if not name.endswith(NOT_TRAINED)
     }
     ctx.destroy()
     return logits.detach(), loss.detach(), gradients
@@ -123,6 +124,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
     if name in (
         "gemma2",
         "olmo2",
+        "apertus",
         "gpt_oss",
         "qwen3_moe",
         "granite",

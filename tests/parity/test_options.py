@@ -52,6 +52,8 @@ RATES = {
 PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 LORA = {"peft": "lora", "lora_dim": 3, "lora_alpha": 5.0}
 DORA = LORA | {"peft": "dora"}
+BOTH_TABLES = {"modules_to_save": ("embedding", "head")}
+BOTH_TABLES |= {"untie_embeddings_and_output_weights": True}
 SOME = {"lora_target_modules": ("q", "v", "attention.proj", "up"), "num_query_groups": 1}
 ALL_EXPERTS = {"lora_target_modules": ("experts", "attention"), "num_experts": 4}
 ALL_EXPERTS |= {"moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.05}
@@ -148,6 +150,10 @@ CASES = {
     "lora_experts_tp2": (2, LORA | TP2 | ALL_EXPERTS),
     "lora_experts_ep2": (2, LORA | ALL_EXPERTS | SPLIT | {"use_distributed_optimizer": True}),
     "lora_pp2": (2, LORA | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "lora_tables_tied_pp2": (2, LORA | PP2 | {"modules_to_save": ("embedding",)}),
+    "lora_tables_pp2": (2, LORA | PP2 | BOTH_TABLES),
+    "lora_tables_sequence_tp2": (2, LORA | TP2 | SEQUENCE | BOTH_TABLES),
+    "lora_tables_zero_dp2": (2, LORA | BOTH_TABLES | {"use_distributed_optimizer": True}),
     "dora_cp2": (2, DORA | CP2 | {"overlap_grad_reduce": True}),
     "experts_instances_dp4": (4, EXPERTS | INSTANCES),
     "experts_hybrid_zero3_dp4": (
@@ -161,9 +167,22 @@ CASES = {
 LONG = {
     "window_and_ring_cp2",
     "further_tokens_pp2_zero",
+    "further_tokens_apart_pp4_zero",
     "offloaded_experts_zero3_dp2",
+    "mup_tp2_zero",
+    "muon_qk_clip_tp2",
+    "muon_experts_ep2_zero_offloaded",
+    "normuon_joined_pp2_instances_dp2",
+    "adamuon_cp2_zero",
+    "soap_latent_zero3_dp2",
+    "lion_pp2_zero",
     "qk_clip_latent_zero3_dp2",
+    "dora_sequence_tp2",
     "lora_latent_sequence_tp2",
+    *("lora_tables_pp2", "lora_tables_sequence_tp2", "lora_tables_zero_dp2"),
+    "lora_experts_tp2",
+    "lora_pp2",
+    "dora_cp2",
     "experts_hybrid_zero3_dp4",
 }
 """Rows whose options others have, under a like layout: in the long suite."""

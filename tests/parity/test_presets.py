@@ -47,6 +47,8 @@ LAYOUTS = {
     "falcon-40b": ("gpt", 2, f"{TP2} {SP}"),
     "phi-2": ("gpt", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
     "olmo-1b": ("gpt", 2, f"{TP2} {SP}"),
+    "apertus-8b": ("gpt", 2, f"{TP2} {SP}"),
+    "grin-moe": ("gpt", 4, f"{TP2} {SP} {EP2}"),
     "nanochat-d20": ("gpt", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
     "granite-3.0-2b": ("gpt", 2, f"{TP2} {SP}"),
     "command-r-35b": ("gpt", 2, f"{TP2} {SP}"),
@@ -61,6 +63,7 @@ LAYOUTS = {
     "mamba2-hybrid-8b": ("mamba", 4, f"{CP2} {TP2}"),
     "bert-base": ("bert", 4, f"{TP2} --pipeline-model-parallel-size 2"),
     "roberta-base": ("bert", 2, f"{TP2} {SP}"),
+    "modernbert-base": ("bert", 4, f"{TP2} {CP2} {SP}"),
     "bert-345m": ("bert", 4, f"{TP2} {CP2} {SP}"),
     "t5-base": ("t5", 4, f"{TP2} --pipeline-model-parallel-size 2 {ZERO}"),
 }

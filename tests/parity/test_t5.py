@@ -27,6 +27,7 @@ from mcore_train.resolution import resolve
 
 transformers = pytest.importorskip("transformers")
 
+LONG = pytest.mark.parity_long
 TOLERANCE = 1e-6
 """transformers takes the norms and the softmax of a T5 in float32 whatever its dtype."""
 SIZES = {
@@ -122,22 +123,26 @@ PUBLISHED = {
 CUT = {"context_parallel_size": 2, "sequence_parallel": True}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # noise is the others' matter
 SHARDED = CUT | {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
-DATA_PARALLEL = {"use_distributed_optimizer": False} | dict.fromkeys(
-    (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model")), 1
-)
+ONE_STAGE = {"pipeline_model_parallel_size": 1}
+WHOLE = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+DATA_PARALLEL = {"use_distributed_optimizer": False} | ONE_STAGE | WHOLE
 
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (4, PUBLISHED | SHARDED | QUIET | {"pipeline_model_parallel_size": 1}),
-        (4, {"encoder_num_layers": 1, "decoder_num_layers": 3}),
-        (2, DATA_PARALLEL | QUIET),
-        (2, PUBLISHED | QUIET | {"tensor_model_parallel_size": 1}),
-        pytest.param(8, PUBLISHED | CUT, marks=pytest.mark.parity_long),
+        pytest.param(4, PUBLISHED | SHARDED | QUIET | ONE_STAGE, marks=LONG),
+        (2, PUBLISHED | QUIET | ONE_STAGE | {"sequence_parallel": True}),
+        (2, PUBLISHED | SHARDED | QUIET | ONE_STAGE | WHOLE),
+        pytest.param(4, {"encoder_num_layers": 1, "decoder_num_layers": 3}, marks=LONG),
+        pytest.param(2, DATA_PARALLEL | QUIET, marks=LONG),
+        (2, PUBLISHED | QUIET | WHOLE),
+        pytest.param(8, PUBLISHED | CUT, marks=LONG),
     ],
     ids=[
         "published tp2 sp cp2, fully sharded",
+        "published tp2 sp",
+        "published cp2, fully sharded",
         "Megatron's tp2 pp2, a stage of both halves",
         "dp2",
         "published pp2",

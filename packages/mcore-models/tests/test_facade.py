@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import Adam
 from torch.utils.data import DataLoader
+from warm_ranks import run_ranks
 
 from mcore_data import MockGPTDataset
 from mcore_models import GPTModel, MultiTokenPrediction, TransformerBlock, TransformerConfig
@@ -15,7 +16,6 @@ from mcore_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     parallel_state,
-    run_ranks,
 )
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams

@@ -10,6 +10,7 @@ from mcore_models.flops import rank_bytes
 from mcore_models.gpt import GPT
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.layers.attention import Attention
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.protocol import LayerState, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, Stage
@@ -173,7 +174,7 @@ def test_positions_may_begin_anew_in_each_sequence(changes):
 def test_recomputing_changes_no_bit(recomputing):
     ids, found = tokens(), []
     for config in (RecomputeConfig(), RecomputeConfig(**recomputing)):
-        model = gpt(DROPS, EXPERTS, recomputing=config)
+        model = gpt(DROPS, EXPERTS, execution=Execution(recomputing=config))
         hidden, aux = model(ids)
         loss = model.token_losses(hidden, ids).sum() + aux
         loss.backward()
@@ -183,14 +184,15 @@ def test_recomputing_changes_no_bit(recomputing):
         assert torch.equal(a, b)
 
 
-def saved_bytes(recomputing, ids=None, changes=None, **options):
+def saved_bytes(recomputing, ids=None, changes=None, gemms=(), **options):
     seen = {}
 
     def note(tensor):
         seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model = gpt(changes, recomputing=RecomputeConfig(**recomputing), **options)
+    execution = Execution(recomputing=RecomputeConfig(**recomputing), gemms=gemms)
+    model = gpt(changes, execution=execution, **options)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         model(tokens() if ids is None else ids)
@@ -257,7 +259,7 @@ def test_dropout_is_off_in_eval_and_continues_from_its_state(kind):
 def test_chunks_of_one_rank_share_their_streams():
     ctx = ParallelContext.single()
     streams = RngStreams(1, ctx)
-    assert gpt(streams=streams).streams is streams
+    assert gpt(execution=Execution(streams=streams)).streams is streams
 
 
 def masks(sequence_parallel):
@@ -408,16 +410,10 @@ def eager_and_compiled(changes, moe):
     return found
 
 
+@pytest.mark.parity_long  # tests/alacarte compiles a GPT by default
 @pytest.mark.parametrize(
     ("changes", "moe"),
-    [
-        ({}, {}),
-        pytest.param(
-            LEARNED | {"normalization": "LayerNorm"}, {}, marks=pytest.mark.parity_long
-        ),
-        # Experts alone are compiled in the tests of mcore-moe's facade and in tests/alacarte.
-        pytest.param({}, EXPERTS, marks=pytest.mark.parity_long),
-    ],
+    [({}, {}), (LEARNED | {"normalization": "LayerNorm"}, {}), ({}, EXPERTS)],
 )
 def test_compiled_blocks_equal_eager_ones(changes, moe):
     (found,) = run_ranks(eager_and_compiled, 1, changes, moe, check_shapes=False)

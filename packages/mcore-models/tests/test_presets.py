@@ -291,6 +291,11 @@ def test_every_preset_has_the_published_number_of_parameters():
         "hunyuan-7b": 7.5,
         "minimax-m2": 230,
         "glm-4.7-flash": 30,
+        "grin-moe": 41.9,
+        "modernbert-base": 0.149,
+        "modernbert-large": 0.395,
+        "apertus-8b": 8.05,
+        "apertus-70b": 70.6,
     }
     alike = {"llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b"}
     for name, preset in known.items():

@@ -98,7 +98,12 @@ from mcore_moe import MoEConfig, expert_capacity
         ),
         (
             {"num_experts": 4, "moe_router_score_function": "tanh"},
-            "'tanh' is unknown: use softmax, sigmoid or sqrtsoftplus",
+            "'tanh' is unknown: use softmax, sigmoid, sqrtsoftplus or sparsemixer",
+        ),
+        (
+            {"num_experts": 4, "moe_router_score_function": "sparsemixer"}
+            | {"moe_router_topk": 3},
+            "chooses 2 of all experts",
         ),
         ({"num_experts": 4, "moe_router_dtype": "bf16"}, "unknown: use fp32 or fp64"),
         ({"num_experts": 4, "moe_dispatch_dtype": "fp4"}, "unknown: use fp8"),

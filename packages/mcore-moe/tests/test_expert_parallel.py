@@ -22,7 +22,7 @@ from mcore_moe import (
     moe_axes,
     rank_local_names,
 )
-from mcore_moe.expert_parallel import ONE_RANK
+from mcore_moe.axes import ONE_RANK
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_parameters, shards_of

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warm_ranks import run_ranks
 
 from mcore_moe import ExpertNetwork, MoEAxes, MoEConfig, MoELayer, finish_step, moe_axes
-from mcore_moe.expert_parallel import ONE_RANK
+from mcore_moe.axes import ONE_RANK
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
@@ -67,14 +67,13 @@ def tokens(dp_rank, cp_rank, tp_rank, spread):
     return x if spread == "even" else 0.01 * x + 1
 
 
-def build(config, axes=ONE_RANK, *, sequence_parallel=False):
+def build(config, axes=ONE_RANK):
     layer = MoELayer(
         D,
         F,
         config,
         ExpertNetwork(bias=True, init_std=0.0),
         axes=axes,
-        sequence_parallel=sequence_parallel,
         dtype=torch.float64,
     )
     for named in named_parameters(layer):
@@ -122,7 +121,7 @@ def summed_gradients(layer, ctx):
 def check_layout(name, config, spread, moe, masked, watch=lambda layer: layer):
     ctx = ParallelContext.build(config)
     sp = config.sequence_parallel
-    layer = build(moe, moe_axes(ctx), sequence_parallel=sp)
+    layer = build(moe, moe_axes(ctx))
     watch(layer)
     x = tokens(ctx.dp.rank, ctx.cp.rank, ctx.tp.rank if sp else 0, spread)
     y, aux, x_grad = run(layer, x, masked)

@@ -144,6 +144,7 @@ def test_pairs_give_what_their_table_says_over_any_dimension_and_strided_ranks()
     run_ranks(check_all, 4)
 
 
+@pytest.mark.parity_long
 def test_compiled_pairs_give_the_same():
     run_ranks(check_compiled, 2, check_shapes=False)
 

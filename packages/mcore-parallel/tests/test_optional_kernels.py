@@ -1,6 +1,8 @@
 """Kernels of a made-up package that raise, or are wrong: torch does the work, said once."""
 
+import re
 import sys
+import time
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
@@ -150,11 +152,21 @@ def test_ranks_leave_out_alike_what_fails_on_one_of_them():
     assert second.startswith("OSError: no compiler (torch ")
 
 
-def test_agreement_on_one_rank_is_a_trial(monkeypatch):
+def test_agreement_on_one_rank_is_a_trial_and_names_the_kernels_that_took_longest(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(optional_kernels, "_FAILURES", {})
     kernel = OptionalKernel("broken", ("torch",), _fails_on_one(1))
-    agree_on_kernels([(kernel, ())], CPU, SINGLE)
+
+    def slow_trial(device):
+        time.sleep(0.1)
+        return ()
+
+    slow = OptionalKernel("slow", ("torch",), slow_trial)
+    with caplog.at_level("INFO"):
+        agree_on_kernels([(kernel, ()), (slow, ())], CPU, SINGLE)
     assert not works(kernel, CPU)
+    assert re.search(r"tried 2 kernels in 0\.\d s; longest: slow 0\.\d s, broken", caplog.text)
 
 
 def scaled_reference(x, factor, total):

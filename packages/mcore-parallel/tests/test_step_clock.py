@@ -112,3 +112,19 @@ def test_a_profiler_sees_spans_outside_of_recorded_steps():
         pass
     assert seen == ["compute"]
     assert not clock.is_on
+
+
+def test_spans_of_a_captured_graph_are_added_to_each_recorded_launch():
+    clock = StepClock(torch.device("cpu"))
+    clock.calibrate()
+    clock.start()
+    with clock.paused():
+        with clock.span("outside"):
+            assert not clock.is_recording
+        with clock.capturing() as spans, clock.span("tp"):
+            assert clock.is_recording
+        assert not clock.is_recording
+    with clock.span("compute"):
+        clock.add_replayed(spans)
+    assert [span.name for span in clock.stop().spans] == ["compute", "tp"]
+    assert [span.name for span in spans] == ["tp"]

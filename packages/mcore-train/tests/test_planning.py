@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from warm_ranks import run_command, run_ranks
+from e2e.launched import run_as_torchrun_does
+from warm_ranks import run_ranks
 
 from mcore_models.families import GPT_FAMILY
 from mcore_parallel.mesh import ParallelContext
@@ -218,12 +219,9 @@ def test_the_written_recipe_trains(tmp_path: Path):
         f"--cuda-graph-impl none --output {recipe}"
     )
     assert "predicted" in recipe.read_text()
-    done = run_command(
-        "mcore_train",
-        *f"gpt --recipe {recipe} --mock-data --lr 1e-3 --train-iters 2 --nproc 2".split(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"iteration +2/ +2 .* lm loss", done.stdout)
+    words = f"gpt --recipe {recipe} --mock-data --lr 1e-3 --train-iters 2".split()
+    told, _ = run_as_torchrun_does(2, "mcore_train", *words)
+    assert re.search(r"iteration +2/ +2 .* lm loss", told)
 
 
 def test_the_picture_has_two_bars_a_layout_within_its_frame(tmp_path: Path):

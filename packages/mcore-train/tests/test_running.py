@@ -188,9 +188,13 @@ def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
         f"seed: 1234; mcore-train {__version__}, torch {torch.__version__}, ",
         "steps: 1 to 20 of 2 x 8 tokens, 320 tokens to read\n",
         f"data: {book}, 3 documents, 150 tokens to train on, read 2.13 times\n",
-        f"saves: every 3 steps to {save}\n iteration ",
+        f"saves: every 3 steps to {save}\nstart: ",
     ):
         assert line in told
+    parts = "imports", "planning", "joining ranks", "assembly", "loading"
+    assert tuple(row["start_s"]) == parts
+    assert row["start_s"]["imports"] > row["start_s"]["planning"]  # from the process's start
+    assert re.search(r"^start: \S+ s: imports \S+, planning \S+, join", told, re.MULTILINE)
     assert re.search(r"a step takes \S+ ms: \S+ s to the end, \S+ s between saves\n", told)
     assert main([*words, "--auto-resume"]) == 0
     assert "steps: 5 to 20 of 2 x 8 tokens, 256 tokens to read" in capfd.readouterr().out

@@ -60,6 +60,11 @@ class StrictnessConfig:
             return "raise"
         return "log" if self.dist_ckpt_strictness == "log_all" else "ignore"
 
+    @property
+    def may_leave_tensors(self) -> bool:
+        """Whether a load may leave tensors as they were before."""
+        return self.on_missing != "raise" or self.dist_ckpt_shape_mismatch == "skip"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig(Options):

@@ -132,7 +132,7 @@ def load_under(case, tied, folder):
     [
         ("single", "pp2", True),
         pytest.param("pp2", "tp2 dp2", False, marks=LONG),
-        ("tp2 dp2", "pp2 dp2 with two chunks a rank", True),
+        pytest.param("tp2 dp2", "pp2 dp2 with two chunks a rank", True, marks=LONG),
         pytest.param("pp2 dp2 with two chunks a rank", "dp4 ep2", True, marks=LONG),
         ("dp4 ep2", "dp2 whole", False),
         pytest.param("dp2 whole", "single", False, marks=LONG),

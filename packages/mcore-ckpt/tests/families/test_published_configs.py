@@ -7,6 +7,7 @@ import transformers
 
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.text_towers import text_tower
+from mcore_models.presets import load_preset
 
 EXAONE = {"model_type": "exaone4", "vocab_size": 37, "hidden_size": 16}
 EXAONE |= {"num_hidden_layers": 3, "intermediate_size": 22}
@@ -16,6 +17,14 @@ FULL = {"layer_types": ["full_attention"] * 3}
 
 def described(config):
     return find_family(config["model_type"]).to_ours(config)
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "nemotron-h-56b"])
+def test_a_preset_of_nemotron_h_has_the_form_of_transformers(name):
+    theirs = find_family("nemotron_h").to_theirs(load_preset(name).to_dict())
+    ours = described(theirs)
+    assert ours["config"]["mamba_dt_limit"] == [0.001, 0.0]
+    assert find_family("nemotron_h").to_theirs(ours) == theirs
 
 
 @pytest.mark.parametrize(("window", "skipped"), [(8, "1"), (None, "0")])

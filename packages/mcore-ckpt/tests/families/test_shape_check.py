@@ -60,6 +60,7 @@ CONFIGS = {
     "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 26, "n_positions": 19}
     | {"vocab_size": 37},
     "nemotron": ROPE | HEAD,
+    "apertus": ROPE | HEAD,
     "phi3": ROPE | HEADS,
     "olmo2": ROPE | HEADS,
     "olmo3": ROPE | HEADS,
@@ -85,6 +86,7 @@ CONFIGS = {
     "deepseek_v32": ROPE
     | LATENT
     | {"q_lora_rank": 9, "index_head_dim": 6, "index_n_heads": 3, "index_topk": 5},
+    "phimoe": ROPE | HEAD | {"num_local_experts": 3},
     "minimax_m2": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
     "ernie4_5_moe": ROPE
     | HEAD
@@ -159,6 +161,7 @@ CONFIGS = {
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
+    "modernbert": ROPE | MASKED,
     **dict.fromkeys(("roberta", "xlm-roberta"), ROPE | MASKED | {"type_vocab_size": 1}),
     **dict.fromkeys(("nanochat", "olmo", "phi"), ROPE | HEADS),
     "opt": {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 37, "ffn_dim": 22}
@@ -212,6 +215,7 @@ SHAPELESS = {
     ("qwen2_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
+    *(("modernbert", name) for name in MASKED),  # positions are rotated
     ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("roberta", "num_attention_heads"),

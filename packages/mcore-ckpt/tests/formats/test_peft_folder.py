@@ -134,7 +134,7 @@ def test_tensors_trained_as_a_whole_replace_the_base_with_rows_for_new_tokens(tm
     tokens = torch.arange(20).add(13).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, model(tokens).logits)
-    with pytest.raises(ValueError, match="whole tensors besides adapters"):
+    with pytest.raises(ValueError, match="merge them with their base first"):
         held(tmp_path / "adapter")
 
 

@@ -381,6 +381,9 @@ def test_shards_of_the_save_before_are_not_described_again(tmp_path, monkeypatch
     assert latest_step(tmp_path) == 2
 
 
+AT_ALL_OR_SOME = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.crash)])
+
+
 def dies_at(event_number, folder, work):
     """Fork, and kill the child at its n-th file operation below a folder; say if it died."""
     seen = 0
@@ -401,11 +404,12 @@ def dies_at(event_number, folder, work):
     return code != 0
 
 
-def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path):
+@AT_ALL_OR_SOME
+def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path, every):
     point = 0
     died = True
     while died:
-        point += 1
+        point += every
         run = tmp_path / str(point)
         save(run, 1, state(1), world=SINGLE)
         died = dies_at(point, run, lambda run=run: save(run, 2, state(2), world=SINGLE))
@@ -417,12 +421,13 @@ def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path):
     assert latest_step(run) == 3
 
 
-def test_a_kill_at_every_file_operation_of_a_replacement_leaves_one_of_the_two(tmp_path):
+@AT_ALL_OR_SOME
+def test_a_kill_at_every_file_operation_of_a_replacement_leaves_one_of_the_two(tmp_path, every):
     point = 0
     died = True
     values = set()
     while died:
-        point += 1
+        point += every
         run = tmp_path / str(point)
         save(run, 1, state(1), world=SINGLE)
         died = dies_at(
@@ -448,7 +453,7 @@ def kill_after(delay_s, run):
 
 
 @pytest.mark.parametrize(
-    "attempt", [*range(5), *(pytest.param(n, marks=pytest.mark.crash) for n in range(5, 50))]
+    "attempt", [0, 4, *(pytest.param(n, marks=pytest.mark.crash) for n in range(5, 50))]
 )
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path, attempt):
     save(tmp_path, 1, state(1, 200_000), world=SINGLE)

@@ -16,6 +16,7 @@ _EXPORTS: dict[str, str] = {
     "PackedDataset": "datasets.packing",
     "RunData": "tracing.explaining",
     "SFTDataset": "datasets.chat",
+    "SampleOptions": "datasets.arrangement",
     "T5Dataset": "datasets.t5",
     "build_gpt_datasets": "datasets.from_flags",
     "build_sentence_datasets": "datasets.sentence_datasets",

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_data.datasets.bert import BERTDataset, BertIds, replace_hidden, trim_pair
-from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
+from mcore_data.datasets.masking import SentenceOptions, choose_spans, word_continuations
 from mcore_data.datasets.mock import MockSentences, mock_bert_ids
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map, target_lengths
 from mcore_data.tokenizers.building import load_tokenizer
@@ -116,7 +116,7 @@ def test_spans_keep_to_the_budget_the_words_and_what_may_be_hidden(seed, whole, 
     tokens = random.integers(0, 10, 60)
     maskable = random.random(60) < 0.9
     continues = np.arange(10) >= 7
-    options = MaskingOptions(max_ngram=4, whole_words=whole, geometric=geometric)
+    options = SentenceOptions(max_ngram=4, whole_words=whole, geometric=geometric)
     spans = choose_spans(tokens, maskable, continues, options, 12, random)
     hidden = np.zeros(60, bool)
     for start, stop in spans:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_data.datasets.arrangement import SampleOptions
 from mcore_data.datasets.blending import (
     BlendedDataset,
     blend_all,
@@ -91,9 +92,14 @@ def test_samples_say_where_they_come_from():
 
 @pytest.mark.parametrize("other", [{}, {"eod_mask_loss": True}], ids=["in place", "copied"])
 def test_a_batch_is_its_samples_one_by_one(other):
-    shape = {"vocab_size": 9, "inter_document_masking": True}
     datasets = [
-        MockGPTDataset(8, seed=seed, num_samples=30, **shape, **options)
+        MockGPTDataset(
+            8,
+            vocab_size=9,
+            seed=seed,
+            num_samples=30,
+            options=SampleOptions(inter_document_masking=True, **options),
+        )
         for seed, options in enumerate([other, {}, {}])
     ]
     epochs = EpochsDataset(lambda number: datasets[1 + number % 2], 60)

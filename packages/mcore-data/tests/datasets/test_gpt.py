@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_data.datasets.arrangement import SampleOptions
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.mock import MockDocuments
 from mcore_data.indexed.reader import IndexedDataset
@@ -57,7 +58,7 @@ def test_neighbours_overlap_by_one_token_and_cover_the_text(toy):
 
 
 def test_a_kept_partial_sample_is_padded_and_masked_by_position(toy):
-    dataset = GPTDataset(toy, sequence_length=6, drop_last_partial=False)
+    dataset = GPTDataset(toy, sequence_length=6, options=SampleOptions(drop_last_partial=False))
     text = np.concatenate([toy[int(i)] for i in dataset.index.documents])
     last = in_order(dataset)[-1]
     assert last["tokens"].tolist() == [*text[18:].tolist(), 0, 0, 0, 0]
@@ -68,12 +69,14 @@ def test_a_kept_partial_sample_is_padded_and_masked_by_position(toy):
 def test_a_pad_id_inside_the_text_keeps_its_loss(tmp_path):
     with IndexedWriter(tmp_path / "zeros", "uint16") as writer:
         writer.add_document([0] * 9)
-    dataset = GPTDataset(IndexedDataset(tmp_path / "zeros"), sequence_length=4, eod=0)
+    dataset = GPTDataset(
+        IndexedDataset(tmp_path / "zeros"), sequence_length=4, options=SampleOptions(eod=0)
+    )
     assert dataset[0]["loss_mask"].tolist() == [1, 1, 1, 1]
 
 
 def test_without_the_extra_token_the_last_position_has_no_label(toy):
-    dataset = GPTDataset(toy, sequence_length=4, shift_labels=False)
+    dataset = GPTDataset(toy, sequence_length=4, options=SampleOptions(shift_labels=False))
     assert len(dataset) == 5
     for sample in in_order(dataset):
         assert sample["loss_mask"].tolist() == [1, 1, 1, 0]
@@ -85,11 +88,13 @@ def test_options_at_the_end_of_a_document(ended):
         ended,
         sequence_length=7,
         document_ids=[0],
-        eod=EOD,
-        reset_position_ids=True,
-        reset_attention_mask=True,
-        eod_mask_loss=True,
-        create_attention_mask=True,
+        options=SampleOptions(
+            eod=EOD,
+            reset_position_ids=True,
+            reset_attention_mask=True,
+            eod_mask_loss=True,
+            create_attention_mask=True,
+        ),
     )
     sample = dataset[0]
     assert sample["tokens"].tolist() == [1, 2, EOD, 3, 4, 5, EOD]
@@ -106,7 +111,10 @@ def test_options_at_the_end_of_a_document(ended):
 
 def test_a_reset_attention_mask_is_borders_and_no_matrix(ended):
     dataset = GPTDataset(
-        ended, sequence_length=7, document_ids=[0], eod=EOD, reset_attention_mask=True
+        ended,
+        sequence_length=7,
+        document_ids=[0],
+        options=SampleOptions(eod=EOD, reset_attention_mask=True),
     )
     assert dataset[0]["cu_seqlens"].tolist() == [0, 3] + [7] * 6
     assert dataset[0]["max_seqlen"] == 4
@@ -115,13 +123,18 @@ def test_a_reset_attention_mask_is_borders_and_no_matrix(ended):
 
 def test_a_causal_mask_is_given_only_when_asked(ended):
     assert "attention_mask" not in GPTDataset(ended, sequence_length=4)[0]
-    sample = GPTDataset(ended, sequence_length=4, create_attention_mask=True)[0]
+    sample = GPTDataset(
+        ended, sequence_length=4, options=SampleOptions(create_attention_mask=True)
+    )[0]
     assert np.array_equal(~sample["attention_mask"][0], np.tril(np.ones((4, 4), bool)))
 
 
 def test_packed_borders_follow_documents_not_token_ids(ended):
     dataset = GPTDataset(
-        ended, sequence_length=11, document_ids=[0, 1], eod=EOD, inter_document_masking=True
+        ended,
+        sequence_length=11,
+        document_ids=[0, 1],
+        options=SampleOptions(eod=EOD, inter_document_masking=True),
     )
     sample = dataset[0]
     first = LENGTHS_OF_ENDED[int(dataset.index.documents[0])]
@@ -198,11 +211,13 @@ def test_batches_equal_samples_made_token_by_token(
     dataset = GPTDataset(
         IndexedDataset(prefix, mmap=mmap),
         sequence_length=L,
-        eod=3,
-        drop_last_partial=drop,
-        reset_position_ids=flags[0],
-        reset_attention_mask=flags[1],
-        eod_mask_loss=flags[2],
+        options=SampleOptions(
+            eod=3,
+            drop_last_partial=drop,
+            reset_position_ids=flags[0],
+            reset_attention_mask=flags[1],
+            eod_mask_loss=flags[2],
+        ),
     )
     batch = dataset.batch(range(len(dataset)))
     for sample in range(len(dataset)):
@@ -240,4 +255,4 @@ def test_a_missing_sample_or_document_is_refused(toy):
 
 def test_an_option_on_ends_needs_a_tokenizer_that_has_one(toy):
     with pytest.raises(ValueError, match="the tokenizer has none"):
-        GPTDataset(toy, sequence_length=4, eod_mask_loss=True)
+        GPTDataset(toy, sequence_length=4, options=SampleOptions(eod_mask_loss=True))

@@ -17,8 +17,7 @@ from mcore_data.engines.building import (
     differing_probe,
     special_probes,
 )
-from mcore_data.engines.character_check import border_vocabulary
-from mcore_data.engines.gigatoken import GigatokenEngine
+from mcore_data.engines.gigatoken import GigatokenEngine, border_vocabulary
 from mcore_data.engines.pipeline import SPLITS, gigatoken_gap
 from mcore_data.engines.protocol import special_ids
 from mcore_data.engines.wordpiece import WordEngine

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -365,3 +366,62 @@ def test_another_tokenizer_is_refused(tmp_path, corpus, bpe_folder):
     file.write_text(json.dumps(vocabulary))
     with pytest.raises(ValueError, match="the tokenizer changed since the plan was made"):
         work(plan)
+
+
+def damaged(data, rng):
+    """Return bytes cut, flipped, overwritten, a line longer or shorter, or of another kind."""
+    lines, at = data.splitlines(keepends=True), rng.randrange(len(data))
+    line = rng.randrange(len(lines))
+    flipped = bytes([data[at] ^ 1 << rng.randrange(8)])
+    return rng.choice(
+        [
+            data[:at],
+            data[:at] + flipped + data[at + 1 :],
+            data[:at] + rng.randbytes(8) + data[at + 8 :],
+            b"".join([*lines[: line + 1], *lines[line:]]),
+            b"".join(lines[:line] + lines[line + 1 :]),
+            rng.choice([b"", b"{}", b"null", b"[" * 5000, b"\xff\xfe"]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_damaged_file_of_a_stopped_plan_is_named_or_changes_no_byte(tmp_path, count):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(records(0, 60))
+    stopped, copy = tmp_path / "stopped", tmp_path / "copy"
+    stopped.mkdir()
+    plan = plan_of(tmp_path / "in", stopped / "out", 3, keep_keys=("title",))
+    progress = iter(range(8))
+
+    def stop_at_the_eighth(_):
+        if next(progress, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work_on_plan(plan, block_bytes=400, on_progress=stop_at_the_eighth)
+
+    def finish():
+        plan = read_plan(copy / "out.plan.json")
+        report = work_on_plan(plan, block_bytes=400)
+        assert not report.failures, report.failures
+        merge_plan(plan)
+        status_of(plan)
+        return {path.name: path.read_bytes() for path in copy.glob("out_text_document.*")}
+
+    shutil.copytree(stopped, copy)
+    whole = finish()
+    names = [path.relative_to(stopped) for path in stopped.rglob("*") if path.is_file()]
+    assert {".bin", ".partial", ".json", ".kept", ".origins"} <= {n.suffix for n in names}
+    rng = random.Random(count)
+    for name in rng.choices(sorted(names), k=count):
+        shutil.rmtree(copy)
+        shutil.copytree(stopped, copy)
+        data = (copy / name).read_bytes() or b"x"
+        # Tokens have no checksum before the manifest, and are read by training alone after it.
+        is_plain = name.suffix in (".bin", ".partial")
+        (copy / name).write_bytes(data[:-1] if is_plain else damaged(data, rng))
+        try:
+            assert finish() == whole, name
+        except (RuntimeError, ValueError, AssertionError) as error:
+            assert name.name.removesuffix(".partial") in str(error), (name, error)  # noqa: PT017

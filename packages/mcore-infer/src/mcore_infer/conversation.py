@@ -1,16 +1,15 @@
 """A conversation with a model: its messages, and answers as streams of text."""
 
-from collections.abc import Generator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Generator
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.generation import room, stop_ids
+from mcore_infer.loading import LoadedModel
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.sequence import Generation, NewToken, ScoreRequest
 from mcore_infer.writing.token_text import Answer, TokenTexts
-from mcore_models.protocol import LanguageModel
 
 
 class Conversation:
@@ -22,7 +21,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: LanguageModel,
+        loaded: LoadedModel,
         tokenizer: Tokenizer,
         chat: ChatFormat,
         sampling: SamplingConfig,
@@ -30,31 +29,25 @@ class Conversation:
         *,
         system: str = "",
         seed: int = 1234,
-        draft: LanguageModel | None = None,
-        kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
-        ends: Sequence[int] = (),
     ) -> None:
         """Build the engine and start without messages.
 
         Args:
-            model: in eval mode.
+            loaded: the model, its draft model and the scales of an fp8 cache.
             tokenizer: of the model.
             chat: template and end of turns, see ``load_chat_format``.
             sampling: how tokens are chosen; ``num_tokens`` limits each answer.
             config: limits of the engine.
             system: first message of the conversation; empty: no system message.
             seed: answer i draws from ``seed + i``.
-            draft: draft model, see ``build_engine``.
-            kv_scales: of an fp8 cache, see ``build_engine``.
-            ends: tokens that end an answer, in addition to the tokenizer's end of document.
 
         Raises:
             ValueError: as ``build_engine``.
         """
-        self.model, self.tokenizer, self.chat = model, tokenizer, chat
+        self.model, self.tokenizer, self.chat = loaded.model, tokenizer, chat
         self.sampling, self.system, self.seed = sampling, system, seed
-        self._stop = stop_ids(tokenizer, sampling, (*ends, *chat.end_ids))
-        self.engine = build_engine(model, config, draft, kv_scales)
+        self._stop = stop_ids(tokenizer, sampling, (*loaded.ends, *chat.end_ids))
+        self.engine = build_engine(loaded.model, config, loaded.draft, loaded.kv_scales)
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []
         self.reset()

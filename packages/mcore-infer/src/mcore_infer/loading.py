@@ -313,10 +313,11 @@ def _without_base(
     shards: Mapping[str, Shard],
     reading: Mapping[str, Any],
 ) -> dict[str, Shard]:
-    """Load the base model of adapters from its folder; return the shards of the adapters."""
+    """Load the base model of adapters from its folder; return the shards of what is trained."""
     base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
+    config = _peft_config(adapter)
     load(find_base(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
-    return {name: shard for name, shard in shards.items() if is_adapter(name)}
+    return {name: shard for name, shard in shards.items() if config.is_trained(name)}
 
 
 def _peft_config(adapter: Mapping[str, Any]) -> PeftConfig:
@@ -330,7 +331,14 @@ def _config_of_adapter(name: str, folder: Path, hf_base: Path | None) -> PeftCon
             f"--lora-modules {name}={folder} holds no adapters: give a folder of Hugging Face "
             "PEFT, or a run of --peft lora."
         )
-    return _peft_config(adapter)
+    config = _peft_config(adapter)
+    if config.modules_to_save:
+        raise ValueError(
+            f"--lora-modules {name}={folder} has tables of its own "
+            f"({', '.join(config.modules_to_save)}), which other adapters do not share: merge "
+            "it with its base (mcore-ckpt convert)."
+        )
+    return config
 
 
 def _load_adapter(

@@ -14,6 +14,7 @@ from mcore_models.kernels.batch_invariant import (
     invariant_attention,
 )
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
+from mcore_models.layers.layer_setup import Execution
 from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.config import Fp8Config
@@ -188,7 +189,7 @@ def test_what_has_no_such_kernel_is_named_together():
     gemms = layer_gemms(
         Fp8Config(fp8_format="hybrid"), ParallelContext.single(), 2, WeightCasts()
     )
-    sizes = {"vocab_size": 51, "device": "meta", "gemms": gemms}
+    sizes = {"vocab_size": 51, "device": "meta", "execution": Execution(gemms=gemms)}
     model = GPT(config, ParallelContext.single(), moe=moe, **sizes)
     with pytest.raises(ValueError, match="does not cover") as error:
         use_batch_invariant_kernels(model)

@@ -1,6 +1,8 @@
 """Text from tokens: whole characters, stop strings, offsets."""
 
+import json
 import math
+from itertools import pairwise
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -90,3 +92,13 @@ def test_no_part_of_a_long_answer_is_long():
     parts = list(long_json(answer))
     assert b"".join(parts) == as_json(answer)
     assert max(map(len, parts)) < 64 * len(as_json(top[0])) + 64
+    taken = []
+    items = (taken.append(i) or [i] for i in range(1000))  # made when they are serialized
+    lazy = long_json({"choices": iter([{"logprobs": {"content": items}}]), "none": iter(())})
+    texts = [(part, len(taken)) for part in lazy]
+    assert json.loads(b"".join(part for part, _ in texts)) == {
+        "choices": [{"logprobs": {"content": [[i] for i in range(1000)]}}],
+        "none": [],
+    }
+    counts = [count for _, count in texts]
+    assert max(b - a for a, b in pairwise(counts)) <= 64

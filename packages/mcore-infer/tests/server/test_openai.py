@@ -143,6 +143,19 @@ def test_log_probabilities_are_the_models_and_offsets_index_the_text(client, lon
     )[1]["choices"][0]
     assert scored["text"] == "In the"
     assert scored["logprobs"]["token_logprobs"] == scores["token_logprobs"][:6]
+    # Two texts of each prompt: the engine scores a prompt once.
+    many = {**fields, "prompt": ["In the", "At"], "n": 2, "stop": "e"}
+    reply = read_completion(CompletionBody(**many), client.server.served)
+    assert [request.scores.prompt for request in reply.requests] == [True, False, True, False]
+    choices = client.post("/v1/completions", **many)[1]["choices"]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        found = [choice["logprobs"][name] for choice in choices]
+        assert found[0][:6] == found[1][:6]
+        assert found[2][:2] == found[3][:2]
+    both = choices[1]["logprobs"]
+    assert both["tokens"][:6] == tokens[:6]
+    assert both["token_logprobs"][1:6] == pytest.approx(scores["token_logprobs"][1:6], abs=1e-9)
+    assert [choice["text"][:2] for choice in choices] == ["In", "In", "At", "At"]
 
 
 def test_scores_name_each_token_by_its_bytes(client, long_model):

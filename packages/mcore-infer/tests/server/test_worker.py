@@ -133,13 +133,12 @@ def run_failing(folder, failing):
         return asked.result(), [rank.result() for rank in ranks]
 
 
-def test_a_rank_that_fails_ends_all_and_clients_are_told(long_folder, monkeypatch):
+@pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.parity_long)])
+def test_a_rank_that_fails_ends_all_and_clients_are_told(long_folder, monkeypatch, failing):
     monkeypatch.syspath_prepend(str(HERE))
-    with ThreadPoolExecutor(2) as pool:
-        worlds = pool.map(lambda failing: run_failing(long_folder, failing), range(2))
-        for failing, (asked, ranks) in enumerate(worlds):
-            texts = [one.stderr for one in ranks]
-            assert asked == (503, "the engine failed: this server ends."), texts
-            assert [one.returncode for one in ranks] == [1, 1], texts
-            assert all(f"rank {failing} failed at" in text for text in texts), texts
-            assert "no memory for this step" in texts[failing]
+    asked, ranks = run_failing(long_folder, failing)
+    texts = [one.stderr for one in ranks]
+    assert asked == (503, "the engine failed: this server ends."), texts
+    assert [one.returncode for one in ranks] == [1, 1], texts
+    assert all(f"rank {failing} failed at" in text for text in texts), texts
+    assert "no memory for this step" in texts[failing]

@@ -25,6 +25,7 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import stream_norm
+from mcore_models.layers.rope import build_local_rotary, build_rotary
 from mcore_models.logical_tensors import num_positions
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
 from mcore_parallel.mesh import SINGLE, ParallelContext
@@ -85,17 +86,18 @@ class BERT(StageModel):
         if not stage.has_embedding:
             return
         table: dict[str, Any] = {**self.split(), **factory_kwargs}
-        self.position_embedding = PositionEmbedding(
-            num_positions(config),
-            config.hidden_size,
-            offset=config.position_embedding_offset,
-            **table,
-        )
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embedding = PositionEmbedding(
+                num_positions(config),
+                config.hidden_size,
+                offset=config.position_embedding_offset,
+                **table,
+            )
         if config.num_tokentypes:
             self.tokentype_embedding = PositionEmbedding(
                 config.num_tokentypes, config.hidden_size, **table
             )
-        if config.post_layer_norm:
+        if config.post_layer_norm or config.embedding_layernorm:
             self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def _add_heads(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
@@ -140,6 +142,7 @@ class BERT(StageModel):
             ValueError: if the sequence is longer than the model's positions, or cannot be split
                 over the tensor ranks.
         """
+        num_tokens = x.shape[1] if self.stage.has_embedding else x.shape[0] * self.cuts.size
         if self.stage.has_embedding:
             check_inputs(
                 (x.shape[0], x.shape[1]), config=self.config, axes=(self.cp, self.cuts)
@@ -148,12 +151,29 @@ class BERT(StageModel):
         mask = None
         if padding_mask is not None:
             mask = (padding_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
-        inputs = MaskedInputs(mask=mask)
-        blocks = list(self.blocks.values())
+        blocks, inputs = list(self.blocks.values()), self._inputs(mask, num_tokens, x)
         stream = self.run_blocks(blocks, x, inputs, self.training)
         if self.stage.has_loss and not self.config.post_layer_norm:
             return stream.normed(self.final_norm)[0]
         return stream.total()
+
+    def _inputs(self, mask: Tensor | None, num_tokens: int, x: Tensor) -> MaskedInputs:
+        """Return masks and rotary tables of the blocks for this context rank's tokens."""
+        config = self.config
+        positions = self.local_positions(num_tokens, x.device)
+        local_mask = mask
+        if (span := config.window_size[0]) >= 0:
+            keys = torch.arange(num_tokens * self.cp.size, device=x.device)
+            # Keys are gathered in the order of the sequence: [S/cp, Z] -> [1, 1, S/cp, Z].
+            distance = (positions[:, None] - keys).abs()[None, None]
+            # Padding far from all tokens sees itself, for a softmax over something.
+            local_mask = (distance <= span) & (True if mask is None else mask | (distance == 0))
+        return MaskedInputs(
+            mask=mask,
+            rotary=build_rotary(config, positions, x.dtype),
+            local_mask=local_mask,
+            local_rotary=build_local_rotary(config, positions, x.dtype),
+        )
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary at every position: this rank's slice of it, padding included.
@@ -242,10 +262,12 @@ class BERT(StageModel):
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]
         positions = self.local_positions(num_tokens, tokens.device)
-        x = self.embedding(tokens) + self.position_embedding(positions)
+        x = self.embedding(tokens)
+        if self.config.position_embedding_type == "learned_absolute":
+            x = x + self.position_embedding(positions)
         if self.config.num_tokentypes:
             types = torch.zeros_like(tokens) if types is None else types
             x = x + self.tokentype_embedding(types)
-        if self.config.post_layer_norm:
+        if self.config.post_layer_norm or self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         return self.dropout(x)

@@ -119,7 +119,7 @@ def _several_activations(values: Any) -> str:
     """Return the activations that exclude each other; empty if at most one is chosen."""
     kinds = (
         *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu"),
-        "relu",
+        *("relu", "xielu"),
     )
     chosen = [flag(name) for name in kinds if getattr(values, name)]
     if len(chosen) < 2:
@@ -327,7 +327,8 @@ class TransformerConfig(Options):
     both (sandwich, Gemma)."""
 
     embedding_layernorm: bool = False
-    """Norm embeddings before the first layer."""
+    """Norm embeddings before the first layer; in BERT in place of the norm before the first
+    attention (ModernBERT)."""
 
     parallel_residual: ParallelResidual = option(
         "off", needs={"norm_placement": Because("as its norms are before both halves", "pre")}
@@ -407,7 +408,7 @@ class TransformerConfig(Options):
 
     window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
     """Tokens before and after a query's own that it attends to; -1 before: all. The second is 0
-    in a causal model."""
+    in a causal model, in BERT the first."""
 
     window_attn_skip_freq: str = option(
         "0", needs=(When("has_windows", bool, "--window-size"),)
@@ -510,6 +511,13 @@ class TransformerConfig(Options):
 
     relu: bool = False
     """Activation relu(x), no gate; needs --no-swiglu."""
+
+    xielu: bool = option(
+        False,
+        excludes={"num_experts": Because("which have no activation with numbers of their own")},
+    )
+    """Activation xIELU, a quadratic and an exponential with two slopes that each layer learns
+    (Apertus); no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
     """tanh approximation of GELU, as in Megatron's fused kernel; no gate; needs --no-swiglu."""
@@ -871,10 +879,13 @@ class TransformerConfig(Options):
             "rate was found at, 1 or more.",
         ),
         Rule(
-            ("window_size",),
-            lambda v: v.window_size[0] < -1 or v.window_size[1] != 0,
-            "--window-size {window_size}: the first must be -1 (all) or more tokens, the "
-            "second 0, since no token may see a later one.",
+            ("window_size", "is_causal"),
+            lambda v: (
+                v.window_size[0] < -1
+                or v.window_size[1] != (0 if v.is_causal else max(v.window_size[0], 0))
+            ),
+            "--window-size {window_size}: the first must be -1 (all) or more tokens; the "
+            "second 0, since no token may see a later one, or in BERT the same as the first.",
         ),
         Rule(
             ("attention_chunk_size", "window_size"),
@@ -889,7 +900,7 @@ class TransformerConfig(Options):
         Rule(
             (
                 *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu"),
-                *("openai_gelu", "relu"),
+                *("openai_gelu", "relu", "xielu"),
             ),
             _several_activations,
         ),
@@ -1125,7 +1136,10 @@ def rotary_size(config: TransformerConfig) -> int:
 
 
 def activation(config: TransformerConfig) -> str:
-    """Return the name of the feed-forward activation, see ``mcore_moe.activations``."""
+    """Return the name of the feed-forward activation, see ``mcore_moe.activations``.
+
+    "xielu" is no function but a module with parameters, ``layers.xielu``.
+    """
     if config.swiglu:
         return "silu"
     if config.geglu:
@@ -1138,6 +1152,8 @@ def activation(config: TransformerConfig) -> str:
         return "squared_relu"
     if config.relu:
         return "relu"
+    if config.xielu:
+        return "xielu"
     return "gelu_tanh" if config.openai_gelu else "gelu"
 
 

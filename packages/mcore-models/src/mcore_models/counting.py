@@ -22,10 +22,10 @@ from mcore_models.config import (
 from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
-from mcore_models.flops import RankBytes, num_active_parameters, num_parameters, rank_bytes
+from mcore_models.flops import RankBytes, num_active_parameters, num_parameters
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.peft.config import PeftConfig, adapter_shapes
-from mcore_models.peft.memory import Shapes, trained_bytes
+from mcore_models.peft.memory import run_bytes
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -142,7 +142,7 @@ class CountConfig:
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     offloading: OffloadConfig = field(default_factory=OffloadConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
+    recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
 
 
@@ -324,41 +324,23 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
     ranks *= parallel.pipeline_model_parallel_size
     sequences = options.micro_batch_size * (options.world_size // ranks)
 
-    def of(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
-        return rank_bytes(
-            model.config,
-            model.vocab_size,
-            parallel,
-            world_size=options.world_size,
-            seq_length=seq_length,
-            micro_batch_size=options.micro_batch_size,
-            num_microbatches=options.global_batch_size // sequences,
-            moe=model.moe,
-            recomputing=config.recomputing,
-            data_parallel=config.data_parallelism,
-            optimizer=OptimizerChoice(
-                name=options.optimizer,
-                adam=config.adam,
-                sgd=config.sgd,
-                muon=config.muon,
-                soap=config.soap,
-            ),
-            main_weights=config.main_weights,
-            offload=offload,
-            pipeline=config.pipeline,
-            fp8=config.fp8,
-            weight_bytes=2 if options.bf16 else 4,
-            decoder_seq_length=options.decoder_seq_length,
-            widened_bytes=widened_bytes,
-            shapes_of=lambda *_: dict(shapes),
-        )
-
-    return trained_bytes(
-        of,
+    return run_bytes(
+        config,
         FAMILIES[model.family].tensor_shapes(model.config, model.vocab_size, model.moe),
-        config.peft,
-        config.offloading,
+        optimizer=OptimizerChoice(
+            name=options.optimizer,
+            adam=config.adam,
+            sgd=config.sgd,
+            muon=config.muon,
+            soap=config.soap,
+        ),
         layers=-(-model.config.num_layers // parallel.pipeline_model_parallel_size),
+        vocab_size=model.vocab_size,
+        world_size=options.world_size,
+        seq_length=seq_length,
+        decoder_seq_length=options.decoder_seq_length,
+        micro_batch_size=options.micro_batch_size,
+        num_microbatches=options.global_batch_size // sequences,
         weight_bytes=2 if options.bf16 else 4,
     )
 

@@ -23,7 +23,8 @@ class BertConfig(TransformerConfig):
     """Shape and numerics of a BERT."""
 
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """Encoding of positions: only learned_absolute, a learned table."""
+    """Encoding of positions: a learned table (learned_absolute), or rotated queries and keys
+    (rope, ModernBERT)."""
 
     max_position_embeddings: int = 512
     """Longest sequence of the model, in tokens."""
@@ -61,9 +62,14 @@ class BertConfig(TransformerConfig):
     rules = (
         Rule(
             ("position_embedding_type",),
-            lambda v: v.position_embedding_type != "learned_absolute",
-            "--position-embedding-type {position_embedding_type}: BERT has learned positions; "
-            "leave it out.",
+            lambda v: v.position_embedding_type not in ("learned_absolute", "rope"),
+            "--position-embedding-type {position_embedding_type}: BERT has learned_absolute "
+            "or rope.",
+        ),
+        Rule(
+            ("post_layer_norm", "embedding_layernorm"),
+            lambda v: v.post_layer_norm and v.embedding_layernorm,
+            "--post-layer-norm norms embeddings already: leave --embedding-layernorm out.",
         ),
         Rule(
             ("untie_embeddings_and_output_weights",),

@@ -13,6 +13,7 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
+from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import (
     ffn_size,
     head_dim,
@@ -21,6 +22,7 @@ from mcore_models.logical_tensors import (
     num_positions,
     tensor_shapes,
 )
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 
 _NO_EXPERTS = MoEConfig()
@@ -43,12 +45,17 @@ def bert_shapes(
             .replace("final_norm", "embedding_norm"): shape
             for name, shape in shapes.items()
         }
+    if config.embedding_layernorm:
+        shapes = {
+            n: s for n, s in shapes.items() if not n.startswith("blocks.0.attention_norm")
+        }
     kinds = norm_kinds(config)
+    bias: dict[str, Shape] = {"lm_head.dense.bias": (D,)} if config.add_bias_linear else {}
     parts: dict[str, dict[str, Shape]] = {
         "pooler": {"pooler.dense.weight": (D, D), "pooler.dense.bias": (D,)},
         "lm": {
             "lm_head.dense.weight": (D, D),
-            "lm_head.dense.bias": (D,),
+            **bias,
             **{f"lm_head.norm.{kind}": (D,) for kind in kinds},
             "lm_head.bias": (vocab_size,),
         },
@@ -62,7 +69,7 @@ def bert_shapes(
 def bert_flops_per_token(
     config: BertConfig, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
-    """Floating-point operations of training for each token: every token attends to all others.
+    """Floating-point operations of training for each token, which attends in both directions.
 
     Multiplications and additions each count as one; pooler, lookups and norms are not counted.
     """
@@ -70,11 +77,17 @@ def bert_flops_per_token(
     weights = sum(
         prod(shape)
         for name, shape in bert_shapes(config, 0, moe).items()
-        if len(shape) == 2 and name.startswith(("blocks.", "lm_head."))
+        if tensor_kind(name, shape) == "matrix" and name.startswith(("blocks.", "lm_head."))
     )
     weights += config.hidden_size * padded_vocab_size
+    keys = sum(
+        min(seq_length, 2 * config.window_size[0] + 1)
+        if is_local(config, layer)
+        else seq_length
+        for layer in range(config.num_layers)
+    )
     # 3 passes x 2 operations x (scores and their mix) for each pair of a layer.
-    return 6.0 * weights + 12.0 * N * H * seq_length * config.num_layers
+    return 6.0 * weights + 12.0 * N * H * keys
 
 
 def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dict[str, Shape]:
@@ -82,7 +95,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     D, H = config.hidden_size, head_dim(config)
     inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     norm = norm_kinds(config)
-    width, is_gated = t5_ffn_size(config), feed_forward(config)[0]
+    width, is_gated = ffn_size(config), feed_forward(config)[0]
     own: dict[str, Shape] = {
         "qkv.q": (inner, D),
         "qkv.k": (keys, D),
@@ -128,11 +141,6 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     return shapes
 
 
-def t5_ffn_size(config: T5Config) -> int:
-    """Return the width inside a feed-forward layer over all ranks, F."""
-    return ffn_size(config)
-
-
 def t5_flops_per_token(
     config: T5Config, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
@@ -145,7 +153,7 @@ def t5_flops_per_token(
     matrices = {
         name: prod(shape)
         for name, shape in t5_shapes(config, 0, moe).items()
-        if len(shape) == 2
+        if tensor_kind(name, shape) == "matrix"
     }
     encoder = sum(size for name, size in matrices.items() if name.startswith("encoder.blocks"))
     decoder = sum(size for name, size in matrices.items() if name.startswith("decoder.blocks"))

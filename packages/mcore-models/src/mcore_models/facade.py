@@ -6,7 +6,6 @@ pipelines and long runs use ``GPT`` with the trainer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
+from mcore_models.layers.layer_setup import NO_PARTS, Execution, LayerSetup, Parts
 from mcore_models.layers.mtp import PredictionLayer, shifted
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import build_rotary
@@ -81,9 +80,15 @@ class GPTModel(nn.Module):
                 )
         depths = config.num_layers, config.mtp_num_layers
         gemms = layer_gemms(current_fp8(), ctx, depths[0], WeightCasts(), None, depths[1])
-        options: dict[str, Any] = {"vocab_size": vocab_size, "moe": moe, "parts": parts}
-        options["seed"] = seed
-        self.gpt = GPT(config, ctx, gemms=gemms, dtype=dtype, **options)
+        self.gpt = GPT(
+            config,
+            ctx,
+            vocab_size=vocab_size,
+            moe=moe,
+            seed=seed,
+            execution=Execution(gemms=gemms, parts=parts),
+            dtype=dtype,
+        )
         self._ctx = ctx
         for named in named_parameters(self.gpt):
             if named.parameter.requires_grad:

@@ -41,6 +41,7 @@ from mcore_models.memory_changes import (
     optimizer_bytes,
     waiting_elements,
 )
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
@@ -120,13 +121,12 @@ def model_flops(
     matrices = {
         name: prod(shape)
         for name, shape in tensor_shapes(config, 0, moe).items()
-        if len(shape) == 2 and ".router." not in name and ".token_gate." not in name
+        if tensor_kind(name, shape) == "matrix"
     }
     routed = sum(size for name, size in matrices.items() if ".experts." in name)
     active = routed * moe.moe_router_topk // max(1, moe.num_experts)
-    lookup = matrices.get("position_embedding.weight", 0)
     weights = (1 + config.mtp_num_layers) * config.hidden_size * padded_vocab_size
-    weights += sum(matrices.values()) - lookup - routed + active
+    weights += sum(matrices.values()) - routed + active
     mixers, last = layer_mixers(config, moe), config.num_layers - 1
     mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     # Pairs of query and key, doubled (L * L in a causal layer of L tokens), times channels.

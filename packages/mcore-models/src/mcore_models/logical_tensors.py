@@ -368,7 +368,9 @@ def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
 
 def _dense(config: Any, _: Any) -> dict[str, Shape]:
     width, bias = ffn_size(config), config.add_bias_linear
-    return _mlp("mlp", config.hidden_size, width, is_gated(config), bias)
+    shapes = _mlp("mlp", config.hidden_size, width, is_gated(config), bias)
+    numbers = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()} if config.xielu else {}
+    return shapes | {f"mlp.xielu.{name}": shape for name, shape in numbers.items()}
 
 
 def _mlp(name: str, D: int, width: int, gated: bool, bias: bool) -> dict[str, Shape]:
@@ -458,6 +460,9 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "layer_input": _layer_input,
 }
 """Functions that list the tensors of each mixer, from the configs of layers and experts."""
+
+ROW_PARALLEL = ("proj", "fc2", "out_proj")
+"""Names of the linears whose inputs tensor ranks split; of the others, outputs."""
 
 MIXER_NORMS: Mapping[str, str] = {
     "attention": "attention_norm",

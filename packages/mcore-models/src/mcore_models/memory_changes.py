@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from mcore_models.config import TransformerConfig
-from mcore_models.logical_tensors import expert_size, is_gated, layer_mixers
+from mcore_models.logical_tensors import ROW_PARALLEL, expert_size, is_gated, layer_mixers
 from mcore_models.parameter_kinds import tensor_kind
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -35,10 +35,9 @@ from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128}
 """Bytes of an element with its share of a scale, by recipe; 1 elsewhere."""
-_ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _LINEAR = re.compile(
     r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv)"
-    rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(_ROW_PARALLEL)}))(\.\w+)?\.weight"
+    rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(ROW_PARALLEL)}))(\.\w+)?\.weight"
 )
 
 
@@ -79,7 +78,7 @@ def fp8_bytes(
         if found["linear"] in seen:
             continue
         seen.add(found["linear"])
-        is_row = found["name"] in _ROW_PARALLEL
+        is_row = found["name"] in ROW_PARALLEL
         if is_row or not is_cut:
             # Attention's backward needs its output, and the down-projections their input.
             stays = found["mixer"] in ("attention", "cross_attention", "mla") and is_row

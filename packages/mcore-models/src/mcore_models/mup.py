@@ -21,7 +21,7 @@ TABLES = (
 )
 """Logical matrices whose rows are looked up."""
 _OF_ANY_WIDTH = (*TABLES, "head.weight")
-_NO_SUM_OVER_WIDTH = (".conv1d.weight",)
+_NO_SUM_OVER_WIDTH = (".conv1d.", "norm.")  # convolutions, and norms with a row a head
 
 
 def width_ratio(config: Any) -> float:
@@ -42,7 +42,9 @@ def step_width(tensors: Iterable[tuple[str, tuple[int, ...]]], config: Any) -> f
         config: of the model.
     """
     is_inside = all(
-        len(shape) > 1 and name not in _OF_ANY_WIDTH and not name.endswith(_NO_SUM_OVER_WIDTH)
+        len(shape) > 1
+        and name not in _OF_ANY_WIDTH
+        and not any(part in name for part in _NO_SUM_OVER_WIDTH)
         for name, shape in tensors
     )
     return width_ratio(config) if is_inside else 1.0

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_models.building.initialization import initial_std
 from mcore_models.config import TransformerConfig
@@ -14,7 +15,6 @@ from mcore_parallel import (
     ParallelContext,
     gather_logical,
     named_shards,
-    run_ranks,
     split_layers,
 )
 

@@ -5,12 +5,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.gpt import GPT
-from mcore_models.kernels import availability, flash4_attention
+from mcore_models.kernels import attention_backends, availability, flash4_attention
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend, visible_keys
+from mcore_models.layers.layer_setup import Execution
 from mcore_parallel import ParallelContext
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
@@ -60,6 +62,30 @@ def test_attend_equals_attention_in_loops(S, Z, N, G):
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 def test_a_window_hides_older_keys(S, Z, N, G, window):
     compare(inputs(S, Z, N, G), window=window)
+
+
+@pytest.mark.parametrize(
+    ("S", "Z", "chunk"),
+    [(8, 8, 4), (9, 9, 4), (3, 3, 4), (7, 10, 4), (2, 7, 4), (2, 9, 4), (5, 9, 1), (5, 9, 20)],
+)
+def test_chunks_hide_the_keys_of_other_chunks_and_need_no_mask(S, Z, chunk, monkeypatch):
+    tensors = inputs(S, Z, 4, 2)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in tensors)
+    seen = visible_keys(S, Z, chunk=chunk)
+    want = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).permute(2, 0, 1, 3)
+    # A chunk whose first keys have no queries here needs a mask, as the end of any sequence.
+    is_aligned = (Z - S) % chunk == 0
+    if is_aligned:
+        monkeypatch.setattr(attention_backends, "visible_keys", None)
+    got = attend(*tensors, chunk=chunk)
+    dy = torch.randn_like(want)
+    pairs = zip(
+        (got, *torch.autograd.grad(got, tensors, dy)),
+        (want, *torch.autograd.grad(want, tensors, dy)),
+        strict=True,
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 def test_scale_and_full_attention_are_obeyed():
@@ -185,7 +211,7 @@ def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
             config,
             ParallelContext.single(),
             vocab_size=4,
-            kernels=KernelConfig(attention_backend="flash4"),
+            execution=Execution(kernels=KernelConfig(attention_backend="flash4")),
         )
 
 
@@ -247,6 +273,7 @@ def test_flash_attn_is_called_by_its_published_signature(monkeypatch):
         {"window": 3, "scale": 0.2},
         {"softcap": 5.0},
         {"documents": documents, "window": 4},
+        {"chunk": 5},
     ):
         for values in (v, v[..., :8]):
             got = attend(q, k, values, backend="flash", **rules)
@@ -254,11 +281,7 @@ def test_flash_attn_is_called_by_its_published_signature(monkeypatch):
             torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)
     tail = attend(q[-3:], k, v, backend="flash")
     torch.testing.assert_close(tail, attend(q, k, v)[-3:], rtol=1.6e-2, atol=1e-2)
-    for rules, said in (
-        ({"sinks": torch.zeros(4)}, "no chunks and no sinks"),
-        ({"chunk": 4}, "no chunks and no sinks"),
-    ):
-        with pytest.raises(ValueError, match=rf"flash-attn.*{said}"):
-            attend(q, k, v, backend="flash", **rules)
+    with pytest.raises(ValueError, match=r"flash-attn.*no sinks"):
+        attend(q, k, v, backend="flash", sinks=torch.zeros(4))
     with pytest.raises(ValueError, match="16 bits"):
         attend(q.float(), k.float(), v.float(), backend="flash")

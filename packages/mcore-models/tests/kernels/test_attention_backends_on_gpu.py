@@ -17,6 +17,7 @@ RULES = {
     "all heads": {},
     "grouped heads": {},
     "window": {"window": 60},
+    "chunks": {"chunk": 100},
     "varlen": {"documents": PACKED},
     "varlen and window": {"documents": PACKED, "window": 60},
     "softcap": {"softcap": 20.0},

@@ -16,6 +16,7 @@ from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.transformer_engine import use_transformer_engine
+from mcore_models.layers.layer_setup import Execution
 from mcore_moe.config import MoEConfig
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -245,7 +246,7 @@ def built(changes, moe, fp8):
         ctx,
         vocab_size=61,
         moe=MoEConfig(**moe),
-        gemms=gemms,
+        execution=Execution(gemms=gemms),
         seed=3,
     )
     return model, scales

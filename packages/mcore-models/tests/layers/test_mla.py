@@ -8,6 +8,7 @@ import torch
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.kernels.attention_backends import attend
+from mcore_models.layers.layer_setup import Execution
 from mcore_parallel import ParallelContext
 
 SHAPE = {
@@ -110,7 +111,7 @@ def test_recomputed_attention_has_the_same_gradients(modules):
         RecomputeConfig(),
         RecomputeConfig(recompute_granularity="selective", recompute_modules=modules),
     ):
-        model = gpt(YARN, recomputing=recomputing)
+        model = gpt(YARN, execution=Execution(recomputing=recomputing))
         model(tokens())[0].square().sum().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     for plain, again in zip(*found, strict=True):

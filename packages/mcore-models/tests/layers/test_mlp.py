@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
+from mcore_moe import ExpertNetwork
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
@@ -28,7 +29,8 @@ E4M3 = torch.float8_e4m3fn
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_layer_is_two_products_with_an_activation_between(is_gated, bias):
-    layer = MLP(4, 6, gated=is_gated, activation="silu", bias=bias, dtype=torch.float64)
+    network = ExpertNetwork(gated=is_gated, activation="silu", bias=bias)
+    layer = MLP(4, 6, network, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(3, 2, 4, dtype=torch.float64)
@@ -45,7 +47,7 @@ def test_a_linear_that_was_replaced_is_called():
     assert torch.equal(layer(x), want)
 
 
-def narrow_mlp(recipe, kind=Fp8GatedMLP, **options):
+def narrow_mlp(recipe, kind=Fp8GatedMLP, **network):
     """A feed-forward layer in fp8, and its delayed scales."""
     config, ctx = (
         Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
@@ -53,7 +55,8 @@ def narrow_mlp(recipe, kind=Fp8GatedMLP, **options):
     )
     scales = delayed_scales(config, ctx)
     own = None if scales is None else Delayed(scales, "layer")
-    layer = kind(32, 48, gemms=fp8_gemms(config, ctx, WeightCasts(), own), **options)
+    gemms = fp8_gemms(config, ctx, WeightCasts(), own)
+    layer = kind(32, 48, ExpertNetwork(**network), gemms=gemms)
     for seed, linear in enumerate((layer.fc1, layer.fc2)):
         linear.reset_parameters(seed)
     return layer, scales
@@ -131,9 +134,7 @@ def test_layers_that_the_fused_function_cannot_take_run_module_by_module():
     gemms = layer_gemms(
         Fp8Config(fp8_format="hybrid"), ParallelContext.single("cpu"), 1, WeightCasts()
     )
-    fitting = {"gated": True, "activation": "silu", "bias": False, "clamp": 0.0, "offset": 0.0}
-    fitting |= {"gemms": gemms[0]}
-    assert Fp8GatedMLP.supports(**fitting)
-    for change in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"},
-                   {"gemms": PLAIN_GEMMS}):  # fmt: skip
-        assert not Fp8GatedMLP.supports(**{**fitting, **change})
+    assert Fp8GatedMLP.supports(ExpertNetwork(), gemms[0])
+    assert not Fp8GatedMLP.supports(ExpertNetwork(), PLAIN_GEMMS)
+    for change in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"}):
+        assert not Fp8GatedMLP.supports(ExpertNetwork(**change), gemms[0])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.layers.mtp import has_token, shifted
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import build_rotary
@@ -105,7 +106,7 @@ def test_whole_layers_are_recomputed_with_the_same_gradients(tied):
     found = []
     changes = {"untie_embeddings_and_output_weights": not tied}
     for recomputing in (RecomputeConfig(), RecomputeConfig(recompute_granularity="full")):
-        model = gpt(changes, recomputing=recomputing)
+        model = gpt(changes, execution=Execution(recomputing=recomputing))
         torch.autograd.backward(list(losses_of(model, batch())[0].values()))
         assert all(p.grad is not None and p.grad.any() for p in model.parameters())
         found.append([p.grad for p in model.parameters()])

@@ -188,6 +188,23 @@ def test_a_pattern_means_linears_by_words_of_their_names(pattern, name, is_one):
     assert is_meant(pattern, name) is is_one
 
 
+def test_norms_of_single_heads_and_routers_are_no_linears():
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        qk_layernorm=True,
+        qk_norm_width="own_head",
+    )
+    shapes = tensor_shapes(config, 4, MoEConfig(num_experts=2))
+    assert len(shapes["blocks.0.attention.q_norm.weight"]) == 2
+    named = {
+        name.removeprefix("blocks.0.").partition(".experts.")[0] for name in linears(shapes)
+    }
+    parts = {f"attention.qkv.{part}" for part in "qkv"}
+    assert named == {*parts, "attention.proj", "moe"}
+
+
 def test_latent_attention_decodes_with_its_adapters():
     model = with_adapters(gpt(LATENT), peft="dora").eval()
     merged = with_adapters(gpt(LATENT), peft="dora").eval()

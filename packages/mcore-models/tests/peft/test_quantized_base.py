@@ -6,6 +6,7 @@ import torch
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.kernels.few_bits import widen_levels
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.peft.attaching import adapted_linears, attach_adapters, merge_adapters
 from mcore_models.peft.config import PeftConfig
 from mcore_models.peft.quantized_base import QuantizedMatrix, quantize_base
@@ -33,6 +34,22 @@ def test_levels_are_those_of_the_paper_and_rounding_is_to_the_nearest():
     )
 
 
+def test_a_matrix_that_was_rounded_to_nf4_before_keeps_its_codes():
+    """As a base of bitsandbytes, whose blocks of 64 each hold their largest magnitude."""
+    random = torch.Generator().manual_seed(0)
+    levels = QuantizedMatrix(torch.linspace(-1, 1, 64)[None], 4).widened().unique()
+    codes = torch.randint(16, (5, 3, 64), generator=random)
+    codes[:, :, 7] = torch.randint(2, (5, 3), generator=random) * 15  # -1 or 1
+    factors = torch.rand(5, 3, 1, generator=random) + 0.01
+    matrix = (levels[codes] * factors).flatten(1)
+    rounded = QuantizedMatrix(matrix, 4)
+    assert torch.equal(rounded.widened(), matrix)
+    # In bfloat16 the factors are rounded as well: twice half of its last bit.
+    narrow = QuantizedMatrix(matrix.bfloat16(), 4)
+    assert torch.equal(narrow.codes, rounded.codes)
+    torch.testing.assert_close(narrow.widened(), matrix, rtol=2**-8, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_widens_to_the_bits_of_plain_torch(dtype):
@@ -57,7 +74,7 @@ def test_a_base_in_few_bits_trains_adapters_as_its_rounded_weights_do(kind, bits
         model = GPT(
             config,
             single,
-            recomputing=RecomputeConfig(recompute_granularity=granularity),
+            execution=Execution(recomputing=RecomputeConfig(recompute_granularity=granularity)),
             vocab_size=13,
             dtype=torch.float64,
             seed=3,

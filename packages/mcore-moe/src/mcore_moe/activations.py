@@ -36,6 +36,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Elementwise functions by name."""
 
+LEARNED = ("xielu",)
+"""Activations with parameters, which are modules of the layer that has them."""
+
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """Return an elementwise function by name."""

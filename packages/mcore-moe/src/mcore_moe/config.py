@@ -90,16 +90,29 @@ class MoEConfig(Options):
     """Which layers have experts: "N" for every N-th from layer 0, or a list of 0 and 1, one
     a layer, which may be written with + and *: "[0]*3+[1]*58"."""
 
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """How logits become scores."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = (
+        "softmax"
+    )
+    """How logits become scores. sparsemixer (Phi-3.5-MoE): the weight of the best expert is its
+    share of a softmax over all experts with logits near its own, that of the second its share
+    of one without the best; training chooses as inference does, and samples no experts."""
+
+    moe_router_sparsemixer_eps: float = option(
+        0.01, minimum=0, part_of={"moe_router_score_function": "sparsemixer"}
+    )
+    """With sparsemixer: logits that differ from the best by more than twice this share of their
+    magnitude are left out of the softmax."""
 
     moe_router_pre_softmax: bool = option(
-        False, idle_with={"moe_router_score_function": ("sigmoid", "sqrtsoftplus")}
+        False,
+        idle_with={
+            "moe_router_score_function": ("sigmoid", "sqrtsoftplus", "sparsemixer"),
+        },
     )
     """Softmax over all experts before the choice (weights do not sum to 1), not after it."""
 
     moe_router_norm_topk_prob: bool = option(
-        True, idle_with={"moe_router_score_function": "softmax"}
+        True, idle_with={"moe_router_score_function": ("softmax", "sparsemixer")}
     )
     """Divide the scores of the chosen experts by their sum, with sigmoid or sqrtsoftplus."""
 
@@ -275,6 +288,23 @@ class MoEConfig(Options):
             "--moe-router-topk 1 with softmax after the choice gives every token weight 1, and "
             "the router no gradient. Add --moe-router-pre-softmax, or use "
             "--moe-router-score-function sigmoid.",
+        ),
+        Rule(
+            (
+                *("moe_router_score_function", "moe_router_topk", "moe_router_num_groups"),
+                "moe_router_enable_expert_bias",
+            ),
+            lambda v: (
+                v.moe_router_score_function == "sparsemixer"
+                and (
+                    v.moe_router_topk != 2
+                    or v.moe_router_num_groups
+                    or v.moe_router_enable_expert_bias
+                )
+            ),
+            "--moe-router-score-function sparsemixer chooses 2 of all experts: use "
+            "--moe-router-topk 2 without --moe-router-num-groups and "
+            "--moe-router-enable-expert-bias.",
         ),
         Rule(
             ("moe_router_load_balancing_type", "scores_chosen", "moe_router_num_groups"),

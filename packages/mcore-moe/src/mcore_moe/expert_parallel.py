@@ -1,53 +1,17 @@
-"""Axes of an expert layer, and expert parallelism under torch's DDP or FSDP2.
+"""Expert parallelism under torch's DDP or FSDP2, and the comparison of copies.
 
 ``mcore_parallel.DataParallel`` needs the axes alone: layers declare which gradients are summed
 over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of
 ``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from mcore_moe.routing.router import Router
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.digests import unlike_tensors
-from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import named_parameters
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoEAxes:
-    """The ranks over which a ``MoELayer`` is spread."""
-
-    tp: Axis = SINGLE
-    """Tensor ranks: all have the same tokens, or under sequence parallelism different ones."""
-    cp_tp: Axis = SINGLE
-    """All ranks that share a micro-batch: counts of choices are summed over them."""
-    dp_cp_tp: Axis = SINGLE
-    """All ranks that share a step's batch; the global balancing loss sums over them."""
-    ep: Axis = SINGLE
-    """Ranks that share the experts."""
-    ep_levels: tuple[Axis, Axis] = (SINGLE, SINGLE)
-    """``ep`` between nodes and within one, if tokens are exchanged in two steps."""
-    expert_tp: Axis = SINGLE
-    """Ranks that share each expert's matrices."""
-
-
-ONE_RANK = MoEAxes()
-"""The layer is whole on one rank."""
-
-
-def moe_axes(ctx: ParallelContext) -> MoEAxes:
-    """Return the axes of a ``MoELayer`` in a parallel layout; no communication."""
-    return MoEAxes(
-        tp=ctx.tp,
-        cp_tp=ctx.axis("cp", "tp"),
-        dp_cp_tp=ctx.axis("dp", "cp", "tp"),
-        ep=ctx.ep,
-        ep_levels=(ctx.ep_nodes, ctx.ep_node),
-        expert_tp=ctx.expert_tp,
-    )
 
 
 def rank_local_names(model: nn.Module) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.config import MoEConfig
-from mcore_moe.expert_parallel import ONE_RANK, MoEAxes
 from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
 

@@ -6,6 +6,7 @@ sequence parallelism tensor ranks have different tokens already; otherwise the l
 tokens over tp, and sums the zero-padded outputs over tp.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.dispatching import build_dispatcher
 from mcore_moe.dispatch.protocol import DispatchOptions
-from mcore_moe.expert_parallel import ONE_RANK, MoEAxes, check_same
+from mcore_moe.expert_parallel import check_same
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
@@ -29,6 +31,25 @@ from mcore_parallel.collectives import OverlapCallback, copy_to, reduce_from
 from mcore_parallel.dtensors import is_dtensor
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.rng import RngStreams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoERuntime:
+    """What a training program shares with its expert layers."""
+
+    streams: RngStreams | None = None
+    """Random streams of the router's jitter, see ``Router``."""
+    fp8_casts: WeightCasts | None = None
+    """Cache of the weights' casts, used with ``moe_experts_dtype``; None: every call casts the
+    weights."""
+    equal_tokens: bool = False
+    """Whether in training all ranks of ``ep`` and ``expert_tp`` have the same number of tokens
+    in every call, so that they need not exchange it."""
+    recompute_shared: bool = False
+    """Whether backward computes the shared expert again."""
+
+
+_ALONE = MoERuntime()
 
 
 class RoutedTokens(NamedTuple):
@@ -70,11 +91,7 @@ class MoELayer(nn.Module):
         network: ExpertNetwork = DEFAULT_NETWORK,
         *,
         axes: MoEAxes = ONE_RANK,
-        sequence_parallel: bool = False,
-        streams: RngStreams | None = None,
-        recompute_shared: bool = False,
-        equal_tokens: bool = False,
-        fp8_casts: WeightCasts | None = None,
+        runtime: MoERuntime = _ALONE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,13 +103,7 @@ class MoELayer(nn.Module):
             config: options of experts, routing, balance and dispatch.
             network: layers and activation of each expert, routed and shared.
             axes: ranks that share the experts, and ranks that share the tokens.
-            sequence_parallel: whether tokens are split over ``axes.tp``.
-            streams: random streams, for the router's jitter; see ``Router``.
-            recompute_shared: recompute the shared expert in backward.
-            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` have the
-                same number of tokens in every call, so that they need not exchange it.
-            fp8_casts: cache of the weights' casts, used with ``config.moe_experts_dtype``;
-                None: every call casts the weights.
+            runtime: what the training program shares with its expert layers.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -104,15 +115,13 @@ class MoELayer(nn.Module):
             raise ValueError("--num-experts 0 means no experts: set it to 1 or more.")
         factory_kwargs = {"device": device, "dtype": dtype}
         self.tp = axes.tp
-        self.recompute_shared = recompute_shared
-        self.splits_tokens = axes.tp.size > 1 and not sequence_parallel
+        self.runtime = runtime
+        self.splits_tokens = axes.tp.size > 1 and not axes.sequence_parallel
         self.router = Router(
             hidden_size,
             config,
-            tp=axes.tp,
-            cp_tp=axes.cp_tp,
-            dp_cp_tp=axes.dp_cp_tp,
-            streams=streams,
+            axes=axes,
+            streams=runtime.streams,
             init_std=network.init_std,
             **factory_kwargs,
         )
@@ -125,9 +134,8 @@ class MoELayer(nn.Module):
             config.moe_ffn_hidden_size or ffn_hidden_size,
             config,
             network,
-            ep=axes.ep,
-            expert_tp=axes.expert_tp,
-            fp8_casts=(fp8_casts or WeightCasts()) if config.moe_experts_dtype else None,
+            axes=axes,
+            fp8_casts=runtime.fp8_casts or WeightCasts() if config.moe_experts_dtype else None,
             **factory_kwargs,
         )
         self.shared: SharedExpert | None = None
@@ -136,13 +144,11 @@ class MoELayer(nn.Module):
                 hidden_size,
                 config.moe_shared_expert_intermediate_size,
                 network,
-                tp=axes.tp,
-                sequence_parallel=sequence_parallel,
+                axes=axes,
                 has_token_gate=config.moe_shared_expert_gate,
                 **factory_kwargs,
             )
         self.dispatcher = build_dispatcher(config, axes.ep, axes.expert_tp, axes.ep_levels)
-        self.equal_tokens = equal_tokens
         self.router_axes = (axes.cp_tp, axes.ep)
         self._has_compared_routers = False
 
@@ -230,7 +236,7 @@ class MoELayer(nn.Module):
 
     def _shared_output(self, x: Tensor) -> Tensor:
         assert self.shared is not None
-        recomputes = self.recompute_shared and self.training
+        recomputes = self.runtime.recompute_shared and self.training
         return recompute(self.shared, x) if recomputes else self.shared(x)
 
     def _split_tokens(
@@ -264,7 +270,7 @@ class MoELayer(nn.Module):
 
     def _has_equal_tokens(self, num_tokens: int) -> bool:
         is_cut_evenly = not self.splits_tokens or num_tokens % self.tp.size == 0
-        return self.equal_tokens and self.training and is_cut_evenly
+        return self.runtime.equal_tokens and self.training and is_cut_evenly
 
     def _check_routers(self) -> None:
         """In the first call, compare the routers of ranks that exchange tokens."""

@@ -2,7 +2,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_moe import ExpertNetwork, Experts, MoEConfig, MoELayer, Routing, plan_rows
+from mcore_moe import (
+    ExpertNetwork,
+    Experts,
+    MoEAxes,
+    MoEConfig,
+    MoELayer,
+    Routing,
+    plan_rows,
+)
 from mcore_moe.dispatch.permutation import plan_slice
 from mcore_moe.experts import weight_gradient
 from mcore_parallel.autograd.grad_slot import grad_slot
@@ -160,9 +168,9 @@ def test_impossible_experts_are_refused():
 
     four = Axis("ep", 4, 0, None, (0, 1, 2, 3))
     with pytest.raises(ValueError, match="--num-experts 6 cannot be split over"):
-        Experts(8, 16, MoEConfig(num_experts=6), ep=four)
+        Experts(8, 16, MoEConfig(num_experts=6), axes=MoEAxes(ep=four))
     with pytest.raises(ValueError, match="--moe-ffn-hidden-size 18 cannot be split over"):
-        Experts(8, 18, MoEConfig(num_experts=4), expert_tp=four)
+        Experts(8, 18, MoEConfig(num_experts=4), axes=MoEAxes(expert_tp=four))
     with pytest.raises(ValueError, match="activation 'tanh' is not one of"):
         ExpertNetwork(activation="tanh")
     with pytest.raises(ValueError, match="--num-experts 0"):

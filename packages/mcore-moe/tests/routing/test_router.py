@@ -10,6 +10,7 @@ from mcore_moe import (
     expert_scores,
     finish_step,
     limited,
+    moe_axes,
     route,
 )
 from mcore_parallel.config import ParallelConfig
@@ -80,6 +81,16 @@ def table(*rows):
 )
 def test_weights_equal_the_published_numbers(fields, expected):
     torch.testing.assert_close(dense(route(LOGITS, config(**fields))), expected, **SIX_DIGITS)
+
+
+def test_sparsemixer_weighs_each_choice_among_scores_near_it():
+    fields = {"moe_router_score_function": "sparsemixer", "moe_router_sparsemixer_eps": 0.25}
+    routing = route(LOGITS, config(**fields))
+    # Scores of at least half the best one's share in the softmax: 2 and 1, then 1 alone.
+    expected = table(
+        {0: 0.731059, 1: 1.0}, {1: 0.731059, 3: 0.731059}, {1: 0.622459, 0: 0.622459}
+    )
+    torch.testing.assert_close(dense(routing), expected, **SIX_DIGITS)
 
 
 SIX_DIGITS = {"rtol": 0, "atol": 1e-6}
@@ -253,7 +264,7 @@ def noise_of(ctx, streams_seed):
     router = Router(
         3,
         config(moe_input_jitter_eps=0.1, moe_router_pre_softmax=True),
-        tp=ctx.tp,
+        axes=moe_axes(ctx),
         streams=RngStreams(streams_seed, ctx),
         init_std=0.0,
     )

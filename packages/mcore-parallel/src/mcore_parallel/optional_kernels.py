@@ -20,6 +20,7 @@ modes of the caller do not affect it. It draws no random numbers.
 
 import contextvars
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -292,7 +293,15 @@ def agree_on_kernels(
         axis: ranks that must use the same kernels; all of them must call this function.
     """
     device = _with_index(device)
-    failed = [bool(kernel_failure(kernel, device, *kind)) for kernel, kind in wanted]
+    failed, trials = [], []
+    for kernel, kind in wanted:
+        began_s = time.perf_counter()
+        failed.append(bool(kernel_failure(kernel, device, *kind)))
+        trials.append((time.perf_counter() - began_s, kernel.name))
+    if trials:
+        total_s = sum(took_s for took_s, _ in trials)
+        longest = ", ".join(f"{name} {took_s:.1f} s" for took_s, name in sorted(trials)[:-4:-1])
+        log.info("tried %d kernels in %.1f s; longest: %s", len(trials), total_s, longest)
     counts = all_reduce(torch.tensor(failed, dtype=torch.int32, device=device), axis)
     for (kernel, kind), count in zip(wanted, counts.tolist(), strict=True):
         if count and not _FAILURES[kernel, device, kind]:

@@ -4,12 +4,14 @@ Layers and engines open a span where they wait for other ranks (``Axis.waiting``
 loop where it reads data, computes and updates. A span costs an attribute test unless a step is
 recorded. On CUDA a border of a span is an event on the current stream, so that the time of a
 wait is that for which the stream stood still and nobody waits for the device; on a CPU it is
-the monotonic clock. ``Recording.segments`` cuts the step at all borders: each piece of time
-belongs to the span that began last, so that the pieces add up to the step whatever overlaps.
+the monotonic clock. Spans inside a CUDA graph are recorded with it (``capturing``) and added to
+a step that launches it (``add_replayed``). ``Recording.segments`` cuts the step at all borders:
+each piece of time belongs to the span that began last, so that the pieces add up to the step
+whatever overlaps.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -114,6 +116,7 @@ class StepClock:
     _base: Mark | None = None
     _whole: Span | None = None
     _spans: list[Span] = field(default_factory=list)
+    _is_capturing: bool = False
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Return the context of a named stretch; spans may nest and overlap."""
@@ -147,8 +150,8 @@ class StepClock:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step is recorded at the moment."""
-        return self._whole is not None
+        """Whether spans are kept at the moment: of a step, or of a graph that is captured."""
+        return self.is_on and (self._whole is not None or self._is_capturing)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,9 +163,31 @@ class StepClock:
             self.is_on = was_on
 
     @contextmanager
+    def capturing(self) -> Iterator[list[Span]]:
+        """Return the spans opened inside; use it around the capture of a CUDA graph.
+
+        Their borders become nodes of the graph, so that each launch of the graph sets their
+        events anew: launch it only in steps that are recorded.
+        """
+        was_on, spans = self.is_on, self._spans
+        self._spans, self.is_on, self._is_capturing = [], True, True
+        try:
+            yield self._spans
+        finally:
+            self._spans, self.is_on, self._is_capturing = spans, was_on, False
+
+    def add_replayed(self, spans: Sequence[Span]) -> None:
+        """Add the spans of a captured graph, which is launched next, to the recorded step."""
+        now_s = time.perf_counter()
+        self._spans += [
+            Span(s.name, Mark(now_s, s.begin.event), s.end and Mark(now_s, s.end.event))
+            for s in spans
+        ]
+
+    @contextmanager
     def _span(self, name: str) -> Iterator[None]:
         span = Span(name, self._mark())
-        if self._whole is not None:
+        if self.is_recording:
             self._spans.append(span)
         try:
             with nullcontext() if self.annotate is None else self.annotate(name):
@@ -173,6 +198,6 @@ class StepClock:
     def _mark(self) -> Mark:
         event = None
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True, external=self._is_capturing)
             event.record()
         return Mark(time.perf_counter(), event)

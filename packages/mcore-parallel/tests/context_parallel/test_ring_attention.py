@@ -105,6 +105,7 @@ def test_two_and_four_ranks_equal_one_with_grouped_heads_large_scores_and_packed
     run_ranks(check_all, 4, attend)
 
 
+@pytest.mark.parity_long
 def test_compiled_attention_equals_one_rank():
     run_ranks(check_compiled, 2, check_shapes=False)
 

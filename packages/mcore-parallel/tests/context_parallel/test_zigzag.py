@@ -105,6 +105,7 @@ def test_attention_over_two_and_four_ranks_equals_one_rank_with_rotary_and_group
     run_ranks(check_all, 4)
 
 
+@pytest.mark.parity_long
 def test_compiled_attention_equals_one_rank():
     run_ranks(check_compiled, 2, check_shapes=False)
 

@@ -266,7 +266,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.parity_long] * (name == "ep2 dp6"))
+        for name, case in CASES.items()
+    ],
+)
 def test_data_parallel_layouts_equal_one_rank(case):
     compare(case)
 

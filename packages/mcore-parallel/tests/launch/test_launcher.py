@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 
 import pytest
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from warm_ranks import run_command
 
 from mcore_parallel.launch.launcher import (
+    KERNEL_CACHES,
     RankEnvironment,
     free_port,
     initialize,
+    keep_compiled_kernels,
     launch_local,
     num_cores,
-    python_command,
     read_environment,
     shut_down,
 )
@@ -77,6 +79,29 @@ def test_cuda_where_there_is_none_is_refused():
     assert initialize() == torch.device("cpu")
     with pytest.raises(ValueError, match=r"this host shows 0\. Use --device cpu"):
         initialize("cuda")
+
+
+@pytest.mark.parametrize("owner", ["this user", "another user"])
+def test_compiled_kernels_are_kept_in_a_folder_that_no_other_user_can_write(
+    owner, tmp_path, monkeypatch
+):
+    names = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", *KERNEL_CACHES
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("QUACK_CACHE_DIR", "chosen by the user")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"mcore-kernels-{os.getuid()}"
+    if owner == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: folder.parent.stat().st_uid + 1)
+        folder = tmp_path / f"mcore-kernels-{os.getuid()}"
+    keep_compiled_kernels()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    expected = ["1", str(folder / "flash-attn-4"), "chosen by the user"]
+    if owner == "another user":
+        expected[:2] = [None, None]
+    assert [os.environ.get(name) for name in names] == expected
+    for name in names:  # not restored by monkeypatch, which did not set them
+        os.environ.pop(name, None)
 
 
 def test_free_ports_differ_and_can_be_bound():
@@ -229,12 +254,3 @@ def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="--nproc cannot be used under torchrun"):
         launch_local(python("pass"), 2)
-
-
-def test_python_command_runs_a_module_with_this_interpreter():
-    assert python_command("mcore_train", ["gpt"]) == [
-        sys.executable,
-        "-m",
-        "mcore_train",
-        "gpt",
-    ]

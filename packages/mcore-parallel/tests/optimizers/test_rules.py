@@ -20,8 +20,7 @@ from mcore_parallel.optimizers.config import (
     SoapConfig,
 )
 from mcore_parallel.optimizers.lion import Lion
-from mcore_parallel.optimizers.muon import Muon
-from mcore_parallel.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
+from mcore_parallel.optimizers.muon import COEFFICIENTS, Muon, orthogonalize
 from mcore_parallel.optimizers.schedule_free import ScheduleFree
 from mcore_parallel.optimizers.soap import Soap
 

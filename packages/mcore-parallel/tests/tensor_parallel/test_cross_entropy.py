@@ -92,6 +92,7 @@ def test_loss_and_gradient_equal_torch_with_padding_smoothing_and_wide_gaps():
     run_ranks(check_all, 4)
 
 
+@pytest.mark.parity_long
 def test_compiled_loss_equals_torch():
     run_ranks(check_compiled, 2, check_shapes=False)
 

@@ -115,6 +115,7 @@ def test_embedding_and_tied_head_equal_torch_with_a_padded_vocabulary():
     run_ranks(check_all, 4)
 
 
+@pytest.mark.parity_long
 def test_compiled_embedding_and_head_equal_torch():
     run_ranks(check_compiled, 2, check_shapes=False)
 

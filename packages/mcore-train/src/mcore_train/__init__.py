@@ -21,7 +21,7 @@ _EXPORTS: dict[str, str] = {
     "LogConfig": "config",
     "OptimizerConfig": "config",
     "Plan": "resolution",
-    "PrecisionConfig": "precision_config",
+    "PrecisionConfig": "config",
     "Reporter": "reporting.log",
     "Run": "assembly",
     "RunConfig": "config",

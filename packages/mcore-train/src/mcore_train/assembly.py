@@ -22,6 +22,7 @@ from mcore_models.building.stage_model import StageModel
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import Entry, MicroBatch, TrainableModel, share_embedding
@@ -155,8 +156,8 @@ class Run:
     recent: RecentSteps | None = None
     """Losses and gradient norms that a spike is found by; None where none is looked for."""
     noise: GradientNoise | None = None
-    """Measures the noise of a step's gradient; None where weights are sharded in layers or the
-    step is a CUDA graph."""
+    """Measures the noise of a step's gradient; None where weights are sharded in layers or
+    layers are CUDA graphs."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -219,8 +220,7 @@ def assemble(
         dtype: dtype of parameters; None: the plan's.
         prepare: changes initial weights, see ``GradientSync.fill_weights``.
         draws_weights: draw initial weights from the plan's seed; False: matrices are zero
-            unless ``prepare`` sets them. Weights of adapters and of their base are always
-            drawn.
+            unless ``prepare`` sets them. Adapters are always drawn.
         tables: optimizers, fp8 recipes and engines by option value; None: those of mcore.
 
     Raises:
@@ -248,7 +248,9 @@ def assemble(
     )
     is_filled = draws_weights and not config.data_parallelism.is_fully_sharded
     chunks = _build_chunks(
-        plan, ctx, precision, streams, dtype, tables.recipes, is_filled=is_filled
+        *(plan, ctx, precision, streams, dtype, tables.recipes),
+        is_filled=is_filled,
+        draws_weights=draws_weights,
     )
     pipeline = Pipeline(config, ctx, chunks, dtype)
     data_parallel = _build_engine(tables, chunks, ctx, config, draws_weights=draws_weights)
@@ -281,7 +283,7 @@ def assemble(
         objective=objective,
         frozen=frozen,
         recent=_build_recent_steps(config, ctx.device),
-        noise=_build_noise(data_parallel) if recorder is None else None,
+        noise=None if isinstance(recorder, LayerRecorder) else _build_noise(data_parallel),
     )
 
 
@@ -337,7 +339,8 @@ def _build_recorder(
     options = plan.config.run
     steps = options.cuda_graph_warmup_steps
     if options.cuda_graph_impl == "full_iteration":
-        return BackwardRecorder(data_parallel, streams, steps, clock)
+        is_timed = plan.config.logging.waterfall_interval > 0
+        return BackwardRecorder(data_parallel, streams, steps, clock, is_timed=is_timed)
     # Experts of other ranks stay outside graphs, as all messages between ranks do.
     is_one_rank = plan.config.parallelism.expert_model_parallel_size == 1
     return LayerRecorder(
@@ -360,6 +363,7 @@ def _build_chunks(
     recipes: Mapping[str, type[Recipe]],
     *,
     is_filled: bool,
+    draws_weights: bool,
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
@@ -372,6 +376,12 @@ def _build_chunks(
         num_mtp_layers=config.model.mtp_num_layers,
         recipes=recipes,
     )
+    execution = Execution(
+        recomputing=config.recomputation,
+        kernels=config.kernels,
+        gemms=gemms,
+        streams=streams,
+    )
     has_adapters = config.peft.peft != "none"
     chunks = [
         plan.family.build(
@@ -380,16 +390,12 @@ def _build_chunks(
             vocab_size=plan.vocab_size,
             moe=config.experts,
             stage=stage,
-            seed=config.run.seed,
-            recomputing=config.recomputation,
-            kernels=config.kernels,
-            gemms=gemms,
-            streams=streams,
-            device=ctx.device,
-            dtype=dtype,
             # fully_shard fills parameters after sharding, so that no rank holds a full weight.
             # Frozen weights under adapters are not sharded: they are filled here.
-            is_filled=is_filled or has_adapters,
+            seed=config.run.seed if is_filled or (has_adapters and draws_weights) else None,
+            execution=execution,
+            device=ctx.device,
+            dtype=dtype,
         )
         for stage in stages_of_rank(plan.stages, ctx.pp.rank)
     ]
@@ -399,6 +405,8 @@ def _build_chunks(
         _use_transformer_engine(chunks, plan, ctx)
     for chunk in chunks:
         if has_adapters:
+            for parameter in chunk.parameters():
+                give_memory(parameter, ctx.device)
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)

@@ -159,15 +159,12 @@ def reference(words: Sequence[str]) -> int:
 
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
-    from mcore_train.quickstart.options import QuickstartConfig
+    from mcore_train.quickstart.plan import QuickstartConfig, build_tour_plan
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
-        from mcore_train.quickstart.plan import build_tour_plan
-
-        build_tour_plan(
-            config, config.tour.nproc
-        )  # Reports what is wrong once, before ranks start.
+        # Reports what is wrong once, before ranks start.
+        build_tour_plan(config, config.tour.nproc)
         return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart.tour import run_quickstart
 
@@ -296,10 +293,10 @@ def migrate(words: Sequence[str]) -> int:
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
-    from mcore_parallel.launch.launcher import launch_local, python_command
+    from mcore_parallel.launch.launcher import launch_local
 
     rest = without_option(words, "--nproc")
-    return launch_local(python_command("mcore_train", [command, *rest]), nproc)
+    return launch_local([sys.executable, "-m", "mcore_train", command, *rest], nproc)
 
 
 def is_launched() -> bool:

@@ -43,12 +43,14 @@ from mcore_train.config import (
     MemoryConfig,
     OptimizerConfig,
     ParameterRatesConfig,
+    PrecisionConfig,
     ProfileConfig,
     RunConfig,
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
     SpikeConfig,
+    T5BatchConfig,
     VerifyConfig,
     WatchConfig,
 )
@@ -59,9 +61,7 @@ from mcore_train.objectives.config import (
     GRPOConfig,
     ObjectiveConfig,
 )
-from mcore_train.precision_config import PrecisionConfig
 from mcore_train.resiliency.config import FaultToleranceConfig, InProcessConfig
-from mcore_train.t5_config import T5BatchConfig
 
 Config = TypeVar("Config", bound="TrainConfig")
 

@@ -92,6 +92,94 @@ class BatchConfig(Options):
         return bool(self.rampup_batch_size or self.step_batch_size_schedule)
 
 
+def _uneven_cuts(values: Any) -> str:
+    """Return why ranks cannot cut the decoder's sequences; empty: they can."""
+    length, cp = values.decoder_seq_length, values.context_parallel_size
+    cuts = cp * (2 if cp > 1 else 1)
+    cuts *= values.tensor_model_parallel_size if values.sequence_parallel else 1
+    if length % cuts == 0:
+        return ""
+    return (
+        f"--decoder-seq-length {length} cannot be cut by context and tensor ranks: use a "
+        f"multiple of {cuts}, such as {-(-length // cuts) * cuts}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5BatchConfig(BatchConfig):
+    """The batches of a T5, whose rows have two texts."""
+
+    decoder_seq_length: int = option(128, minimum=1)
+    """Tokens of the decoder in one sequence; --seq-length are the encoder's.
+    Megatron's default: none."""
+
+    rules = (
+        Rule(
+            ("decoder_seq_length", "context_parallel_size", "sequence_parallel"),
+            _uneven_cuts,
+        ),
+        Rule(
+            ("decoder_seq_length", "max_position_embeddings"),
+            lambda v: 0 < v.max_position_embeddings < v.decoder_seq_length,
+            "--decoder-seq-length {decoder_seq_length} is longer than "
+            "--max-position-embeddings {max_position_embeddings}: use as many or fewer.",
+        ),
+    )
+
+
+_SCALED = (When("is_scaled", bool, "--fp16"),)
+_FIXED = {"loss_scale": Because("which stays")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig(Options):
+    """Number format of parameters and activations."""
+
+    precision: Literal["", "auto"] = option("", excludes={"bf16": ON, "fp16": ON})
+    """auto: --bf16 or --fp16 by what the GPU multiplies in (bf16 from Ampere on, fp16 on
+    Volta and Turing), and neither on a CPU. Empty: --bf16 or --fp16 as given."""
+    bf16: bool = option(False, excludes={"fp16": ON})
+    """Parameters and activations in bfloat16; main weights and optimizer in float32."""
+    fp16: bool = False
+    """Parameters and activations in float16, main weights and optimizer in float32; the loss
+    is scaled, and a step whose gradients overflow is skipped."""
+    loss_scale: float = option(0.0, minimum=0, needs=_SCALED)
+    """Fixed factor of the loss under --fp16, best a power of two: gradients that overflow end
+    the run. Megatron skips such steps without end. 0: it moves."""
+    initial_loss_scale: float = option(2.0**32, above=0, needs=_SCALED, idle_with=_FIXED)
+    """Factor of the loss at the first step under --fp16."""
+    min_loss_scale: float = option(1.0, above=0, needs=_SCALED, idle_with=_FIXED)
+    """Least factor of the loss; gradients that overflow even so end the run."""
+    loss_scale_window: int = option(1000, minimum=1, needs=_SCALED, idle_with=_FIXED)
+    """Steps without overflow after which the factor is doubled."""
+    hysteresis: int = option(2, minimum=1, needs=_SCALED, idle_with=_FIXED)
+    """Overflows within a window from which on each halves the factor."""
+
+    rules = (
+        Rule(
+            ("min_loss_scale", "initial_loss_scale"),
+            lambda v: v.min_loss_scale > v.initial_loss_scale,
+            "--min-loss-scale {min_loss_scale} must not be above --initial-loss-scale "
+            "{initial_loss_scale}.",
+        ),
+        Rule(
+            ("precision", "lr"),  # an option of a run: as part of one it has been chosen
+            lambda v: v.precision == "auto",
+            "--precision auto is chosen where a run trains: give --bf16 or --fp16 here.",
+        ),
+    )
+
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether the model computes in 16 bits."""
+        return self.bf16 or self.fp16 or bool(self.precision)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss may be scaled."""
+        return self.fp16 or bool(self.precision)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Options):
     """What a step does with the gradient."""
@@ -388,8 +476,11 @@ class LogConfig(Options):
     """Steps between log lines; the first step always has one."""
     metrics_file: str = ""
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
-    tensorboard: bool = option(False, part_of={"save": ON})
-    """Write TensorBoard scalars to tensorboard/ below --save."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars."""
+    tensorboard_dir: str = option("", part_of={"tensorboard": ON})
+    """Folder of TensorBoard's files, which turns --tensorboard on; empty: tensorboard/ below
+    --save."""
     tensorboard_queue_size: int = option(1000, minimum=1, part_of={"tensorboard": ON})
     """Numbers that wait for one write to TensorBoard's files."""
     loggers: tuple[LoggerName, ...] = ()
@@ -416,9 +507,14 @@ class LogConfig(Options):
 
     rules = (
         Rule(
-            ("tensorboard", "save"),
-            lambda v: v.tensorboard and "://" in v.save,
-            "--tensorboard cannot write to {save}: give --save a folder.",
+            ("tensorboard", "tensorboard_dir", "save"),
+            lambda v: v.tensorboard and not v.tensorboard_dir and not v.save,
+            "--tensorboard needs a folder: give --save or --tensorboard-dir.",
+        ),
+        Rule(
+            ("tensorboard", "tensorboard_dir", "save"),
+            lambda v: v.tensorboard and "://" in (v.tensorboard_dir or v.save),
+            "--tensorboard writes to a folder only: give --tensorboard-dir one.",
         ),
         Rule(
             ("loggers", "save"),

@@ -13,11 +13,10 @@ from mcore_base.options import find_faults
 from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
-from mcore_models.flops import RankBytes, count_elements, rank_bytes
+from mcore_models.flops import RankBytes, count_elements
 from mcore_models.memory_changes import OptimizerChoice
-from mcore_models.peft.memory import Shapes, trained_bytes
+from mcore_models.peft.memory import Shapes, run_bytes
 from mcore_moe.config import MoEConfig
-from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import MATRIX_OPTIMIZERS
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
@@ -113,39 +112,19 @@ def estimate_memory(
     num_microbatches: int,
 ) -> RankBytes:
     """Estimate the memory of the fullest rank, by its kinds."""
-    weight_bytes = 2 if config.precision.bf16 or config.precision.fp16 else 4
-    pp = config.parallelism.pipeline_model_parallel_size
-
-    def estimate(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
-        return rank_bytes(
-            config.model,
-            vocab_size,
-            config.parallelism,
-            world_size=world_size,
-            seq_length=config.batch.seq_length,
-            micro_batch_size=config.batch.micro_batch_size,
-            num_microbatches=num_microbatches,
-            moe=config.experts,
-            recomputing=config.recomputation,
-            data_parallel=config.data_parallelism,
-            optimizer=optimizer_choice(config),
-            main_weights=config.main_weights,
-            offload=offload,
-            pipeline=config.pipeline,
-            fp8=config.fp8,
-            weight_bytes=weight_bytes,
-            decoder_seq_length=getattr(config.batch, "decoder_seq_length", 0),
-            widened_bytes=widened_bytes,
-            shapes_of=lambda *_: dict(shapes),
-        )
-
-    return trained_bytes(
-        estimate,
+    batch, pp = config.batch, config.parallelism.pipeline_model_parallel_size
+    return run_bytes(
+        config,
         _shapes(config, family, vocab_size),
-        config.peft,
-        config.offloading,
+        optimizer=optimizer_choice(config),
         layers=-(-family.num_layers(config.model) // pp),
-        weight_bytes=weight_bytes,
+        vocab_size=vocab_size,
+        world_size=world_size,
+        seq_length=batch.seq_length,
+        decoder_seq_length=getattr(batch, "decoder_seq_length", 0),
+        micro_batch_size=batch.micro_batch_size,
+        num_microbatches=num_microbatches,
+        weight_bytes=2 if config.precision.bf16 or config.precision.fp16 else 4,
     )
 
 

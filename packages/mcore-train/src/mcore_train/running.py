@@ -24,11 +24,12 @@ from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import build_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import LogConfig
+from mcore_train.launching.standby import wait_for_turn
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.planning.micro_batch import choose_micro_batch
 from mcore_train.precision import with_device_precision
-from mcore_train.reporting.header import build_header
+from mcore_train.reporting.header import StartClock, build_header
 from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import (
     METRICS,
@@ -66,15 +67,20 @@ def run_training(
     Raises:
         ValueError: with every conflict of options and world, before any collective.
     """
+    start = StartClock()
+    start.end("imports")
+    if wait_for_turn(uses_gpus=config.run.device != "cpu"):
+        start = StartClock(since_process_began=False)
     if not config.in_process.inprocess_restart:
-        return _train_once(config, family, tables, loggers)
+        return _train_once(config, family, tables, loggers, start)
     from mcore_train.resiliency.in_process import run_with_restarts
 
     def train_again(num_restarts: int, store: dist.Store, wrapper: Any) -> int:
         if num_restarts:
             log.info("restart %d in the same processes", num_restarts)
         sections = InProcessSections(wrapper)
-        return _train_once(config, family, tables, loggers, store, sections)
+        clock = StartClock(since_process_began=False) if num_restarts else start
+        return _train_once(config, family, tables, loggers, clock, store, sections)
 
     return run_with_restarts(train_again, config.in_process)
 
@@ -84,6 +90,7 @@ def _train_once(
     family: Family,
     tables: Tables | None,
     loggers: Sequence[Logger],
+    start: StartClock,
     store: dist.Store | None = None,
     sections: Sections | None = None,
 ) -> int:
@@ -94,22 +101,30 @@ def _train_once(
         family: of the model.
         tables: see ``run_training``.
         loggers: see ``run_training``.
+        start: takes the times of the parts of the start.
         store: at which ranks meet; None: the launcher's.
         sections: report to a monitor; None: those of the options.
     """
+    start = StartClock(
+        since_process_began=sections is None
+    )  # restarts in the process: since now
+    start.end("imports")
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
+    start.end("planning")
     sections = sections or open_sections(config.fault_tolerance, config.saving.save, world)
     with (
         sections,
         served_health(plan, world) as health,
         watched_world(plan, store) as (ctx, watch),
     ):
+        start.end("joining ranks")
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx, tables)
-        run = build_run(plan, ctx, tables)
+            start.end("probing batches")
+        run = build_run(plan, ctx, tables, start)
         if run.origin.checkpoint:
             load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.progress.iteration, load)
@@ -122,7 +137,7 @@ def _train_once(
             health=health,
             loggers=loggers,
         ) as reporter:
-            reporter.report_header(run.progress.iteration, build_header(run))
+            reporter.report_header(run.progress.iteration, build_header(run, start))
             train(run, reporter, watch=watch, sections=sections)
     return 0
 
@@ -295,7 +310,8 @@ def _build_logger(name: str, options: LogConfig, folder: str) -> Logger:
         case "tensorboard":
             from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
 
-            return TensorBoardLogger(Path(folder) / TENSORBOARD, options.tensorboard_queue_size)
+            board = Path(options.tensorboard_dir or Path(folder) / TENSORBOARD)
+            return TensorBoardLogger(board, options.tensorboard_queue_size)
         case "wandb":
             from mcore_train.reporting.loggers.wandb import WandbLogger
 

@@ -63,8 +63,6 @@ def train_step(
     lr: float,
     weight_decay: float,
     before_update: Callable[[], None] | None = None,
-    named_lrs: Mapping[str, float] = NO_RATES,
-    check: StepCheck | None = None,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -74,14 +72,10 @@ def train_step(
         lr: learning rate.
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
-        named_lrs: learning rates of parameter groups with a rate of their own, see
-            ``named_rates``.
-        check: called with losses and gradient norm before the update; returns the losses and
-            the norm to use, and may recompute the gradients (``Rerun.check``).
     """
     with run.ctx.clock.span("compute"):
         losses = backward(run, batches)
-    return update(run, losses, lr, weight_decay, before_update, named_lrs, check)
+    return update(run, losses, lr, weight_decay, before_update)
 
 
 def update(
@@ -96,6 +90,17 @@ def update(
     """Clip the gradients of ``backward`` and update the weights; see ``train_step``.
 
     A step that overflowed or is a spike changes neither weights nor optimizer.
+
+    Args:
+        run: changed in place.
+        losses: of this rank's micro-batches.
+        lr: learning rate.
+        weight_decay: decoupled decay.
+        before_update: as in ``train_step``.
+        named_lrs: learning rates of parameter groups with a rate of their own, see
+            ``named_rates``.
+        check: called with losses and gradient norm before the update; returns the losses and
+            the norm to use, and may recompute the gradients (``Rerun.check``).
     """
     with run.ctx.clock.span("optimizer"):
         return _update(run, losses, lr, weight_decay, before_update, named_lrs, check)
@@ -160,7 +165,7 @@ def _mean_loss(run: Run, losses: StepLosses) -> Float[Tensor, ""]:
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute the gradients of one global batch, summed over all ranks and not clipped.
 
-    With ``--cuda-graph-impl full_iteration``, replays a CUDA graph after the recorded step.
+    With ``--cuda-graph-impl full_iteration``, replays a CUDA graph after the warm-up steps.
     """
     compute = partial(synced_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
@@ -170,6 +175,8 @@ def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute what ``backward`` computes, without a CUDA graph."""
     losses = _backward(run, batches, run.data_parallel)
     run.data_parallel.finish()
+    if run.noise is not None:
+        run.noise.end()
     return losses
 
 

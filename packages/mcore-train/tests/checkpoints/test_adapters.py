@@ -1,6 +1,7 @@
 """Runs with adapters: a base that stays where it is, resumed, generated with and merged."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import convert, mcore_to_hf
+from mcore_ckpt.conversion.peft_export import export_adapters
 from mcore_ckpt.save_load.loading import describe_checkpoint
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_infer.loading import load_model
@@ -20,7 +22,7 @@ from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import checkpoint_fields
-from mcore_train.checkpoints.resuming import load_run, save_run
+from mcore_train.checkpoints.resuming import build_run, load_run, save_run
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import fingerprint, whole_weights
@@ -103,6 +105,24 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(folders):
     assert fingerprint(again) == fingerprint(whole)
 
 
+def test_only_adapters_are_drawn_beside_a_base_that_is_loaded(folders, monkeypatch):
+    drawn, normal = [], torch.Tensor.normal_
+
+    def note_and_draw(x, *args, **options):
+        drawn.append(x.numel())
+        return normal(x, *args, **options)
+
+    start = {"load": str(folders / "hf"), "finetune": True}
+    plan = resolve(compose({**MODEL, **TRAINING, **start, **DORA}), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "normal_", note_and_draw)
+        weights = whole_weights(build_run(plan, ParallelContext.single()))
+    adapters = [t.numel() for name, t in weights.items() if name.endswith("lora_A.weight")]
+    assert sum(drawn) == sum(adapters) > 0
+    base = load_run(build(**start))
+    assert all(torch.equal(weights[name], each) for name, each in whole_weights(base).items())
+
+
 def test_a_command_line_takes_adapters_and_base_from_the_checkpoint(folders):
     found = checkpoint_fields(str(folders / "run"))
     assert found["lora_dim"] == 3
@@ -167,6 +187,48 @@ def test_adapters_generate_as_the_model_that_they_are_merged_into(folders):
     assert (logits(beside.model) - logits(base.model)).abs().max() > 1e-3
     config = json.loads((folders / "merged" / "config.json").read_text())
     assert config["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("is_untied", [False, True])
+def test_tables_trained_whole_beside_adapters_are_those_of_peft(tmp_path, is_untied):
+    import peft  # only here, for it loads half of transformers
+    import transformers
+
+    shape = {"untie_embeddings_and_output_weights": is_untied}
+    base = build(save=str(tmp_path / "base"), **shape)
+    save_run(base)
+    mcore_to_hf(tmp_path / "base", tmp_path / "hf")
+    flags = {"peft": "lora", "lora_dim": 3, "lora_target_modules": ("q", "mlp"), **shape}
+    flags["modules_to_save"] = ("embed_tokens", "lm_head") if is_untied else ("embedding",)
+    begin = {"load": str(tmp_path / "hf"), "finetune": True, "lr_decay_iters": 4, **flags}
+    whole = trained(**begin, save=str(tmp_path / "run"))
+    # The checkpoint holds adapters and tables, which the run continues.
+    trained(**begin, train_iters=2, save=str(tmp_path / "halves"))
+    halves = trained(load=str(tmp_path / "halves"), save=str(tmp_path / "halves"), **flags)
+    assert fingerprint(halves) == fingerprint(whole)
+    names = describe_checkpoint(resolve_folder(tmp_path / "run")).tensors
+    tables = {name for name in names if name.startswith("model.") and ".adapter." not in name}
+    wanted = {"model.embedding.weight"} | ({"model.head.weight"} if is_untied else set())
+    assert tables == wanted
+    before, after = whole_weights(base), whole_weights(whole)
+    changed = {n for n, t in before.items() if not torch.equal(t, after[n])}
+    assert changed == {name.removeprefix("model.") for name in wanted}
+    # Ours, ours merged, PEFT's, and PEFT's folder read by us compute the same.
+    export_adapters(tmp_path / "run", tmp_path / "peft")
+    convert("mcore", tmp_path / "run", "hf", tmp_path / "merged")
+    found = checkpoint_fields(str(tmp_path / "peft"))
+    assert (found["modules_to_save"] == ["embedding", "head"]) is is_untied
+    assert found["pretrained_checkpoint"] == str(tmp_path / "hf")
+    single = ParallelContext.single()
+    own = logits(load_model(tmp_path / "run", single).model)
+    for folder in ("merged", "peft"):
+        torch.testing.assert_close(logits(load_model(tmp_path / folder, single).model), own)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of a name that the library reads
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens()).logits.transpose(0, 1), own)
 
 
 def with_experts_on_ranks(folder):
@@ -263,6 +325,12 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
         ({"lora_dim": 4}, "--lora-dim 4 has no effect without --peft"),
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
+        ({**DORA, "modules_to_save": ("lm_head",)}, "--modules-to-save lm_head: this model's"),
+        (
+            {**DORA, "modules_to_save": ("embedding",), "objective": "dpo"}
+            | {"mock_data": False, "data_path": ("pairs",)},
+            "give the base by --reference-model",
+        ),
         (
             {**DORA, "save": "x", "save_hf": True},
             "which writes whole models: convert a",
@@ -282,6 +350,10 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
     ],
 )
 def test_adapters_that_cannot_be_are_refused(flags, message):
+    with pytest.raises(
+        ValueError, match="--modules-to-save norm: use embedding, head, or both"
+    ):
+        compose({**MODEL, **TRAINING, **DORA, "modules_to_save": ("norm",)})
     config = compose({**MODEL, **TRAINING, **flags})
     world_size = config.parallelism.pipeline_model_parallel_size
     with pytest.raises(ConflictError, match=message.replace("*", r"\*")):

@@ -295,6 +295,13 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
         a: 12,
         b: 6,
     }
+    own, other = tmp_path / "run/iter_0000006/data_plan.json", tmp_path / "copy"
+    other.mkdir()
+    text = own.read_bytes()
+    for damage in (b"", b"null", text[:-9], text[:9] + b"\xff" + text[10:], b'{"version": 9}'):
+        (other / own.name).write_bytes(damage)
+        with pytest.raises(ValueError, match=r"copy/data_plan\.json (is damaged|has version)"):
+            find_plan(other)
     data = RunData(tmp_path / "run")
     read = [
         (piece.prefix, piece.source)

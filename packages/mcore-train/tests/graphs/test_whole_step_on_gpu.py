@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.launch.launcher import deterministic_algorithms
+from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.step import train_step
 
 pytestmark = [
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 256, "seq_length": 256, "micro_batch_size": 2, "global_batch_size": 4}
+SIZES |= {"waterfall_interval": 2}
 MASKED = 1 / 7
 GRAPHS = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
 
@@ -34,10 +36,11 @@ def own_stream():
 
 
 def trained(run, counts=(2,) * 6):
-    losses = [
-        train_step(run, batches(run, seed, count, MASKED), 1e-3, 0.1).loss
-        for seed, count in enumerate(counts)
-    ]
+    watch, losses = StepWatch(run), []
+    for step, count in enumerate(counts, 1):
+        watch.before(step)
+        losses.append(train_step(run, batches(run, step, count, MASKED), 1e-3, 0.1).loss)
+        watch.after(step)
     run.data_parallel.wait_params()
     return losses, [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
 
@@ -100,6 +103,24 @@ def test_a_step_is_one_launch_with_the_kernels_of_every_day():
     assert launches["cudaGraphLaunch"] == 1
 
 
+def test_a_recorded_step_of_a_graph_has_parts_and_the_noise_of_its_gradient():
+    found = {}
+    for kind, graphs in (("singly", {}), ("graph", GRAPHS)):
+        run = build(**SIZES, **graphs)
+        watch = StepWatch(run)
+        for step in range(1, 6):
+            watch.before(step)
+            train_step(run, batches(run, step, masked=MASKED), 1e-3, 0.1)
+            watch.after(step)
+        torch.cuda.synchronize()
+        found[kind] = watch.report()
+        if run.recorder:
+            run.recorder.forget()
+    assert found["graph"].parts["compute"] > 0
+    assert found["graph"].gradient_noise == pytest.approx(found["singly"].gradient_noise, 1e-4)
+    assert found["graph"].step_s < found["singly"].step_s
+
+
 def test_a_batch_that_grows_is_recorded_anew():
     with deterministic_algorithms():
         counts = (2, 2, 2, 3, 3, 3, 3)
@@ -150,6 +171,7 @@ def test_over_two_gpus_a_recorded_step_gives_the_same_bits(layout, tmp_path):
     for name, value in (SMALL | SIZES).items():
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     flags += ["--device", "cuda", "--nproc", "2", "--log-interval", "1", "--deterministic-mode"]
+    flags += ["--waterfall-interval", "1"]
     losses = {}
     for kind in ("none", "full_iteration"):
         metrics = tmp_path / f"{kind}.jsonl"
@@ -158,6 +180,11 @@ def test_over_two_gpus_a_recorded_step_gives_the_same_bits(layout, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = map(json.loads, metrics.read_text().splitlines())
+        lines = list(lines)
         losses[kind] = [(x["loss"], x["grad_norm"]) for x in lines if x["kind"] == "train"]
+        timed = [x for x in lines if x["kind"] == "waterfall"][-1]
+        waits = sum(timed[f"exposed_{axis}_ms"] for axis in ("tp", "cp", "ep", "dp"))
+        assert 0 < waits < timed["step_ms"]
+        assert timed["gradient_noise"] is not None
     assert len(losses["none"]) == SMALL["train_iters"]
     assert losses["full_iteration"] == losses["none"]

@@ -20,6 +20,7 @@ from mcore_train.layout_check.trial import fingerprint
 from mcore_train.loop import train
 from mcore_train.reporting.html_report import html_report, read_pages
 from mcore_train.reporting.log import Reporter, read_metrics
+from mcore_train.reporting.spike_ledger import ledger_page
 from mcore_train.resolution import resolve
 from mcore_train.updating.recent_steps import RecentSteps
 
@@ -118,6 +119,10 @@ def test_a_run_that_is_killed_within_a_window_finds_the_same_spikes(tmp_path):
     assert torch.equal(resumed.recent._values, straight.recent._values)
     rows = read_metrics(tmp_path / "spikes.jsonl")
     assert [row["iteration"] for row in rows] == list(BAD_STEPS)
+    ledger = tmp_path / "spikes.jsonl"
+    ledger.write_text(ledger.read_text().replace('"loss_mean"', '"loss_mea"'))
+    page = "\n".join(ledger_page(tmp_path))
+    assert page.count(f"its line in {ledger} is damaged (KeyError('loss_mean'))") == len(rows)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

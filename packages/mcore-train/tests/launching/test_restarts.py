@@ -6,11 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
+from threading import Timer
 
 import pytest
 from e2e.fake_schedulers import NCCL, RUN, fake_python
 
-from mcore_train.launching.restarts import Attempt, decide
+from mcore_models.kernels import availability
+from mcore_train.launching.config import TURN
+from mcore_train.launching.restarts import Attempt, decide, read_history
+from mcore_train.launching.standby import wait_for_turn
 
 
 def failed(fault, step=4, **more):
@@ -88,6 +94,53 @@ def test_a_local_job_is_retried_and_all_it_started_is_gone_at_its_end(tmp_path):
     assert f"sleep 98{os.getpid()}" not in listed.stdout
 
 
+def test_a_standby_becomes_the_next_attempt_and_the_last_one_leaves_nothing(tmp_path):
+    fake_python(tmp_path, [(1, NCCL, 2), (0, "", 6), (1, "never begun", 6)])
+    file = tmp_path / "bin/fakepython"
+    # An attempt ends once the hosts of the next one wait.
+    waiting = f"""number=$(basename "$MCORE_LOGS" | cut -d- -f2)
+        if [ -n "${{MCORE_TURN:-}}" ]; then
+            echo $$ >> {tmp_path}/waiting.$number.$NODE_RANK
+            until [ -e "$MCORE_TURN" ]; do sleep 0.05; done
+        fi
+        next={tmp_path}/waiting.$((number + 1))
+        until [ -e $next.0 ] && [ -e $next.1 ]; do sleep 0.05; done
+        source """
+    file.write_text(file.read_text().replace("source ", waiting, 1))
+    job = start_local(tmp_path, "--standby-after-s", "0.2")
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, printed
+    assert history_of(tmp_path) == ["retry", "finished"]
+    waited = {f.name: f.read_text().split() for f in tmp_path.glob("waiting.*")}
+    assert sorted(waited) == ["waiting.1.0", "waiting.1.1", "waiting.2.0", "waiting.2.1"]
+    assert all(len(pids) == 1 for pids in waited.values())  # no host was started twice
+    assert not any(Path("/proc", *pids).exists() for pids in waited.values())
+    assert len(list(tmp_path.glob("run/logs/*/attempt-?"))) == 2
+
+
+def test_a_rank_of_a_standby_imports_kernels_and_waits_for_its_turn(
+    tmp_path, monkeypatch, caplog
+):
+    cache = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop(cache, None)
+    package = tmp_path / "flash_attn/cute/interface.py"
+    package.parent.mkdir(parents=True)
+    package.write_text(f"import os\nCACHE_ENABLED = os.environ[{cache!r}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(availability, "is_installed", lambda name: name == "flash-attn-4")
+    assert not wait_for_turn(uses_gpus=True)
+    os.environ[TURN] = str(tmp_path / "turn")
+    begin = Timer(0.2, (tmp_path / "turn").touch)
+    with caplog.at_level("INFO"):
+        begin.start()
+        assert wait_for_turn(uses_gpus=True)
+    assert (tmp_path / "turn").exists()
+    assert "has imported its modules and waits" in caplog.text
+    assert sys.modules.pop("flash_attn.cute.interface").CACHE_ENABLED == "1"
+    assert not wait_for_turn(uses_gpus=True)
+
+
 def test_sigterm_lets_the_ranks_of_a_local_job_save_and_restarts_nothing(tmp_path):
     fake_python(tmp_path, [(1, NCCL, 2)])
     # Bash cannot trap a signal that it inherits as ignored, as ranks do here.
@@ -117,3 +170,13 @@ def test_sigterm_lets_the_ranks_of_a_local_job_save_and_restarts_nothing(tmp_pat
     assert job.returncode == 0, printed
     assert (tmp_path / "saved").read_text().split() == ["saved", "saved"]
     assert len(list(tmp_path.glob("run/logs/*/attempt-*"))) == 1
+
+
+def test_damaged_lines_of_the_history_are_left_out_and_named(tmp_path, caplog):
+    row = {"attempt": "attempt-1", **asdict(failed("crash"))}
+    lines = [json.dumps(row), json.dumps(row), *("{}", "null", "[[", "7", '{"attempt": "a"}')]
+    content = "\n".join([*lines, json.dumps(row | {"attempt": "attempt-2"})]).encode()
+    history = tmp_path / "attempts.jsonl"
+    history.write_bytes(content + b"\n\xff\xfe\n" + content[:40])
+    assert read_history(history) == [failed("crash"), failed("crash")]
+    assert [r.args for r in caplog.records] == [(history, n) for n in (3, 4, 5, 6, 7, 9, 10)]

@@ -5,6 +5,7 @@ import logging
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.update_rule import AVERAGE
 from mcore_train.cli import main
 from mcore_train.composition import compose
+from mcore_train.layout_check import verification
 from mcore_train.layout_check.certificate import Certificate, Line
 from mcore_train.layout_check.rows import build_rows
 from mcore_train.layout_check.small_run import build_small_run
@@ -25,6 +27,7 @@ from mcore_train.layout_check.trial import build_run, run_trial, whole_weights
 from mcore_train.layout_check.verification import (
     alone,
     conclude,
+    shared_options,
     verify_on_rank,
 )
 from mcore_train.resolution import resolve
@@ -46,6 +49,7 @@ FLAGS = {
 
 def test_the_command_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verification, "run_ranks", partial(run_ranks, check_shapes=False))
     command = re.search(r"mcore-train (verify gpt .*?)```", README.read_text(), re.DOTALL)[1]
     assert main(shlex.split(command.replace("\\\n", " "))) == 0
     table = json.loads(Path("verify.json").read_text())
@@ -95,6 +99,11 @@ def test_one_rank_alone_computes_plainly():
     assert lone.recomputation == RecomputeConfig()
     assert (lone.experts.moe_expert_rows_limit, lone.experts.moe_grouped_gemm) == (0.0, False)
     assert lone.data_parallelism == DataParallelConfig()
+    one = {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}
+    plan = resolve(compose(FLAGS | {"num_experts": 4} | one), 2)
+    assert "--moe-router-score-function sigmoid" in shared_options(
+        plan, build_small_run(plan, 2)
+    )
 
 
 def test_one_rank_alone_needs_no_dispatcher_of_several():

@@ -170,8 +170,8 @@ def test_options_of_logs_without_their_feature_are_noted_and_dropped(caplog):
         value = ["7"] if parser_flags()[flag].takes else []
         assert parse([*SHAPE, flag, *value]) == parse(SHAPE)
         assert f"{flag}: {reason}." in caplog.text
-    words = [*SHAPE, "--save", "x", "--tensorboard", "--tensorboard-queue-size", "7"]
-    assert parse(words).logging.tensorboard_queue_size == 7
+    options = parse([*SHAPE, "--tensorboard-dir", "x", "--tensorboard-queue-size", "7"]).logging
+    assert (options.tensorboard, options.tensorboard_queue_size) == (True, 7)
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_known_one():

@@ -307,7 +307,7 @@ def test_a_step_that_overflowed_is_left_out_of_the_noise():
 
 def noise_rows(world_size, folder, **changes):
     # The weights stay as they are, so that all steps estimate the same.
-    run = build(world_size, lr=1e-9, train_iters=20, **changes)
+    run = build(world_size, lr=1e-9, train_iters=12, **changes)
     rows = of_kind(rows_of(run, folder / "noise.jsonl"), "waterfall")
     return [row["gradient_noise"] for row in rows]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_train.precision_config import PrecisionConfig
+from mcore_train.config import PrecisionConfig
 from mcore_train.updating.loss_scaling import LossScaler
 
 

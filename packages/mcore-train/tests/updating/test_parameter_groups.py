@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mcore_models.mup import step_width
 from mcore_models.parameter_kinds import parameter_kind, tensor_kind
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.lion import Lion
@@ -167,6 +168,18 @@ def test_entries_that_cannot_be_read_are_refused(text, message):
 def plan(*entries):
     values = {**MODEL, "micro_batch_size": 1, "global_batch_size": 1, "mock_data": True}
     return resolve(compose({**values, "parameter_groups": entries}), 1)
+
+
+def test_under_mup_matrices_learn_slower_in_wide_models_and_norms_of_heads_do_not():
+    config = SimpleNamespace(use_mup=True, hidden_size=64, mup_base_hidden_size=16)
+    widths = {
+        "blocks.0.mlp.fc2.weight": 4,
+        "blocks.0.attention.q_norm.weight": 1,
+        "blocks.0.mamba.conv1d.x.weight": 1,
+        "head.weight": 1,
+    }
+    for name, width in widths.items():
+        assert step_width([(name, (4, 16))], config) == width, name
 
 
 def test_entries_of_no_parameter_and_betas_of_another_rule_are_refused():

@@ -76,30 +76,38 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
     entries = {
         name.removeprefix(PREFIX): entry
         for name, entry in index.tensors.items()
-        if name.startswith(PREFIX) and is_adapter(name)
+        if name.startswith(PREFIX) and (config["base"] or is_adapter(name))
     }
+    if config.get("modules_to_save") and not config["base"]:
+        raise ValueError(
+            f"{step} holds its base, whose tables were trained with the adapters: write the "
+            "whole model (mcore-to-hf)."
+        )
     with Reader(step) as reader:
         rows = Source(reader, entries)
         adapters = {name: rows.rows(name, 0, entry.shape[0]) for name, entry in entries.items()}
-    links, model_type = _links(step)
+    links, copies, model_type = _links(step)
     with atomic_dir(output) as folder:
-        write_adapters(folder, adapters, links, config)
-        again = read_adapters(folder, links).rows.tensors
-        _compare(adapters, again)
+        write_adapters(folder, adapters, links, config, copies)
+        again = read_adapters(folder, links)
+        _compare(adapters, again.rows.tensors)
+        tables = {name: t for name, t in adapters.items() if not is_adapter(name)}
+        if any(not torch.equal(t, again.replaced.tensors[name]) for name, t in tables.items()):
+            raise CheckpointError("a table that was trained whole came back changed")
     num_bytes = sum(t.numel() * t.element_size() for t in adapters.values())
     return Report(output, model_type, len(adapters), num_bytes, is_proven=True)
 
 
-def _links(step: Path) -> tuple[list[Link], str]:
-    """Return the links of the base model's tensors to Hugging Face names, and its folder."""
+def _links(step: Path) -> tuple[list[Link], Mapping[str, str], str]:
+    """Return links of the base's tensors to Hugging Face names, tied copies, and the family."""
     config = read_index(step).extra[ADAPTER]
     base = as_path(find_base(step, config)) if config["base"] else step
     form = "hf" if is_hf_folder(base) else "mcore"
     with opened(form, base) as found:
         model_type = target_model_type(found, "")
-        if form == "hf":
-            return list(found.links), model_type
-        return expand(find_family(model_type).table(found.description)), model_type
+        table = find_family(model_type).table(found.description)
+        links = list(found.links) if form == "hf" else expand(table)
+        return links, table.copies, model_type
 
 
 def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:

@@ -30,6 +30,8 @@ from mcore_ckpt.storage.paths import PEFT_CONFIG
 TENSORS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
 _TRAINED = ".modules_to_save."
+_TABLES = {"embedding.weight": "embedding", "head.weight": "head", "lm_head.bias": "head"}
+"""Tensors that a run trains beside its adapters, by choices of its --modules-to-save."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva")
 _UNKNOWN = {
     "target_parameters": "adapters of stacked experts",
@@ -53,6 +55,16 @@ class PeftAdapters:
     replaced: HeldRows
     """Tensors that were trained as a whole (``modules_to_save``); new tokens make tables
     longer."""
+
+    def check_tables(self, base: Rows) -> None:
+        """Raise ValueError for tensors in place of the base's with which no run can begin."""
+        for name, entry in self.replaced.entries.items():
+            if name not in _TABLES or entry.shape != base.entries[name].shape:
+                raise ValueError(
+                    f"the adapters bring a {name} of shape {list(entry.shape)} of their own "
+                    "(modules_to_save), with which they cannot be loaded: merge them with "
+                    "their base first (mcore-ckpt convert hf-to-mcore)."
+                )
 
 
 def base_folder(folder: Path) -> Path:
@@ -103,6 +115,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
             for weight, rows in _ours(link, kinds[MAGNITUDE]).items():
                 found[adapter_name(weight, MAGNITUDE)] = rows
     weights = [weight for link in links for weight in link.ours]
+    tables = sorted({_TABLES[name] for name in replaced if name in _TABLES})
     return PeftAdapters(
         HeldRows(found),
         {
@@ -111,6 +124,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
             "lora_alpha": scale * rank,
             "lora_dropout": config.get("lora_dropout", 0.0),
             "lora_target_modules": _patterns(group_adapters(found), weights),
+            **({"modules_to_save": tables} if tables else {}),
         },
         HeldRows(replaced),
     )
@@ -121,8 +135,16 @@ def write_adapters(
     adapters: Mapping[str, Tensor],
     links: Sequence[Link],
     config: Mapping[str, Any],
+    copies: Mapping[str, str],
 ) -> None:
     """Write a folder that PEFT reads.
+
+    Args:
+        folder: to write into.
+        adapters: by logical name, and tables that were trained whole.
+        links: of the base model.
+        config: rank, factor and base.
+        copies: names of tied tensors of the base, and the names of which they are copies.
 
     Raises:
         ValueError: if routed experts have adapters, which PEFT stacks.
@@ -135,7 +157,14 @@ def write_adapters(
         )
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    saved: list[str] = []
     for link in links:
+        if link.ours[0] in adapters:
+            names = [link.theirs, *(copy for copy, of in copies.items() if of == link.theirs)]
+            table = _theirs(link, {link.ours[0]: adapters[link.ours[0]]})
+            # safetensors stores no tensor twice: a tied head is written as a copy.
+            tensors |= {f"{_BEFORE}{name}": table.clone() for name in names}
+            saved += [name.rpartition(".")[0].rpartition(".")[2] for name in names]
         kinds = [by_weight.get(weight) for weight in link.ours]
         if not any(kinds):
             continue
@@ -165,7 +194,8 @@ def write_adapters(
         "use_rslora": False,
         "fan_in_fan_out": any(link.transposed for link in links),
         "bias": "none",
-        "modules_to_save": None,
+        "modules_to_save": sorted(set(saved)) or None,
+        "ensure_weight_tying": bool(saved and copies),
         "init_lora_weights": True,
         "inference_mode": True,
     }
@@ -250,14 +280,23 @@ def _modules(
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is no sound safetensors file: {error}.") from None
-    # Copies of the trained module win over those that PEFT saves of resized tables.
-    for name, tensor in sorted(tensors.items(), key=lambda item: _TRAINED in item[0]):
+
+    def link_of(name: str) -> Link | None:
+        return links.get(name.removeprefix(_BEFORE).replace(_TRAINED, "."))
+
+    # Tensors of the base come first; of these, copies of the trained module come last and win
+    # over those that PEFT saves of resized tables.
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (link_of(item[0]) is None, _TRAINED in item[0])
+    ):
         kind = next((k for k in (A, B, MAGNITUDE) if name.endswith(f".{k}")), None)
         if ".original_module." in name:
             continue
-        if link := links.get(name.removeprefix(_BEFORE).replace(_TRAINED, ".")):
+        if link := link_of(name):
             replaced |= _ours(link, tensor)
             continue
+        if kind is None and any(torch.equal(tensor, own) for own in replaced.values()):
+            continue  # the copy of a tied table
         if kind is None or not name.startswith(_BEFORE):
             raise CheckpointError(
                 f"{file} holds {name}, which is no matrix or magnitude of a linear's adapter, "

@@ -25,10 +25,9 @@ from mcore_ckpt.formats.quantized_layouts import (
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.formats.recognition import QUANT_CONFIG
 from mcore_ckpt.mapping.low_bits import decode, stored, unpack
-from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.mapping.views import DequantizedTensors, ScaledTensors
+from mcore_ckpt.mapping.views import DequantizedTensors, ScaledTensors, UnpackedMxfp4
 from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import TensorEntry
 

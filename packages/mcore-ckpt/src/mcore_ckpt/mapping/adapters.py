@@ -94,6 +94,8 @@ class MergedTensors:
             replaced: tensors in place of the base's, by logical name.
         """
         self._base, self._adapters, self._replaced = base, adapters, replaced
+        if replaced is None and adapters is not base:
+            self._replaced = adapters  # tables that were trained beside the adapters
         self._scale = config["lora_alpha"] / config["lora_dim"]
         self._by_weight = group_adapters(adapters.entries)
         self.entries: dict[str, TensorEntry] = {
@@ -101,8 +103,9 @@ class MergedTensors:
             for name, entry in base.entries.items()
             if not is_adapter(name)
         }
-        for name, entry in (replaced.entries if replaced else {}).items():
-            self.entries[name] = replace(entry, dtype=base.entries[name].dtype)
+        for name, entry in (self._replaced.entries if self._replaced else {}).items():
+            if not is_adapter(name):
+                self.entries[name] = replace(entry, dtype=base.entries[name].dtype)
         if strange := sorted(self._by_weight.keys() - self.entries.keys()):
             raise ValueError(f"there are adapters of {strange[0]}, which the model lacks.")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_ckpt.formats.open_checkpoint import PREFIX, OpenCheckpoint
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
-from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.mapping.row_streams import HeldRows, Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
 from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, TensorEntry
@@ -60,18 +60,15 @@ def _opened_adapters(folder: Path, base: Path | None) -> Iterator[tuple[Index, R
     base = base or base_folder(folder)
     with opened("hf", base) as found:
         adapters = read_adapters(folder, found.links)
-        if adapters.replaced.entries:
-            raise ValueError(
-                f"{folder} has whole tensors besides adapters (modules_to_save): merge them "
-                "with their base first (mcore-ckpt convert hf-to-mcore)."
-            )
+        adapters.check_tables(found.ours)
         extra = {"model": found.description, "hf": found.hf}
     extra[ADAPTER] = {**adapters.config, "base": str(base.resolve())}
     tensors = {}
-    for name, entry in adapters.rows.entries.items():
+    rows = HeldRows({**adapters.rows.tensors, **adapters.replaced.tensors})
+    for name, entry in rows.entries.items():
         chunk = StoredBox(_VIEW, 0, (0,) * len(entry.shape), entry.shape)
         tensors[PREFIX + name] = replace(entry, chunks=(chunk,))
-    with ViewReader(folder, adapters.rows) as reader:
+    with ViewReader(folder, rows) as reader:
         yield Index(tensors, extra), reader
 
 

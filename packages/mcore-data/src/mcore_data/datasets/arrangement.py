@@ -16,15 +16,20 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOptions:
-    """Options for masks, positions and document borders of samples.
+    """How samples are made of tokens: labels, masks, positions, document borders.
 
     Attributes:
         eod: end-of-document id, required by the options that depend on it.
         reset_position_ids: count positions from 0 again after each end of document.
-        reset_attention_mask: add document borders at end-of-document tokens.
+        reset_attention_mask: add document borders at end-of-document tokens, so that no token
+            attends to tokens before its document.
         eod_mask_loss: no loss at positions whose input token is an end of document.
-        create_attention_mask: add a dense mask, [1, S, S].
-        inter_document_masking: add the borders of the stored documents.
+        create_attention_mask: add the dense causal mask, [1, S, S], even if nothing is reset.
+        inter_document_masking: add the borders of the stored documents, whatever their ids, for
+            packed attention.
+        shift_labels: read one more token, so that the last label is a real token (Megatron's
+            add_extra_token_to_sequence). False masks the last position instead.
+        drop_last_partial: drop the last tokens if they do not fill a sample; False pads.
     """
 
     eod: int | None = None
@@ -33,14 +38,8 @@ class SampleOptions:
     eod_mask_loss: bool = False
     create_attention_mask: bool = False
     inter_document_masking: bool = False
-
-    def __post_init__(self) -> None:
-        acting = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-        if acting and self.eod is None:
-            raise ValueError(
-                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss act on the "
-                "end-of-document token, and the tokenizer has none."
-            )
+    shift_labels: bool = True
+    drop_last_partial: bool = True
 
     @property
     def needs_borders(self) -> bool:
@@ -77,11 +76,23 @@ class Arrangement:
     Attributes:
         sequence_length: S, tokens in a sample.
         options: masks, positions and borders to add.
+
+    Raises:
+        ValueError: if an option needs ``eod``.
     """
 
     sequence_length: int
     options: SampleOptions
     _positions: NDArray[np.int64] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        reads_ends = options.reset_position_ids or options.reset_attention_mask
+        if (reads_ends or options.eod_mask_loss) and options.eod is None:
+            raise ValueError(
+                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss act on the "
+                "end-of-document token, and the tokenizer has none."
+            )
 
     def empty_rows(self, count: int) -> TextRows:
         """Allocate rows for a batch of ``count`` samples."""

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
+from mcore_data.datasets.masking import SentenceOptions, choose_spans, word_continuations
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
 from mcore_data.tokenizers.protocol import Tokenizer
 
 _MASKED = 0.8  # of the hidden tokens; half of the others become random ids
 _NO_LABEL = -1
-_BERT_MASKING = MaskingOptions()
+_BERT_MASKING = SentenceOptions()
 
 
 class Sentences(Protocol):
@@ -91,9 +91,8 @@ class BERTDataset:
         seed: seed of all random choices.
         num_samples: smallest number of samples; 0 means one epoch.
         document_ids: documents to use; None means all.
-        masking: how tokens are masked.
+        masking: how tokens are masked, and how many samples are short.
         classification_head: whether samples are pairs, not single texts.
-        short_seq_prob: share of shorter samples.
 
     Raises:
         ValueError: if no document has enough sentences for a sample.
@@ -108,9 +107,8 @@ class BERTDataset:
         seed: int = 1234,
         num_samples: int = 0,
         document_ids: Sequence[int] | range | None = None,
-        masking: MaskingOptions = _BERT_MASKING,
+        masking: SentenceOptions = _BERT_MASKING,
         classification_head: bool = True,
-        short_seq_prob: float = 0.1,
     ) -> None:
         self.sequences = sentences
         self.ids = ids
@@ -121,7 +119,7 @@ class BERTDataset:
         spec = SentenceMapSpec(
             max_length=sequence_length - 3,
             min_sentences=2 if classification_head else 1,
-            short_seq_prob=short_seq_prob,
+            short_seq_prob=masking.short_seq_prob,
             seed=seed,
             num_samples=num_samples,
         )

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from mcore_data.config import DataConfig, FIMConfig
+from mcore_data.datasets.arrangement import SampleOptions
 from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.chat import LEARNT, TOKENS
 from mcore_data.datasets.data_paths import SPLITS, parse_blend
@@ -62,20 +63,24 @@ def build_gpt_datasets(
         ValueError: if the flags contradict each other, or a dataset is too small.
         FileNotFoundError: if a dataset does not exist.
     """
-    build = partial(
-        GPTDataset,
-        sequence_length=sequence_length,
-        seed=seed,
+    options = SampleOptions(
         eod=tokenizer.eod if tokenizer else None,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
         eod_mask_loss=config.eod_mask_loss,
         create_attention_mask=config.create_attention_mask_in_dataloader,
         inter_document_masking=config.dataloader_inter_document_masking,
+    )
+    build = partial(
+        GPTDataset,
+        sequence_length=sequence_length,
+        seed=seed,
+        options=options,
         cache_folder=config.data_cache_path,
     )
     drop_last = config.drop_last_partial_validation_sequence
-    builds: list[Any] = [build, partial(build, drop_last_partial=drop_last), build]
+    of_valid = replace(options, drop_last_partial=drop_last)
+    builds: list[Any] = [build, partial(build, options=of_valid), build]
     if config.sft or config.preferences:
         if fim.fim_data:
             raise ValueError("--fim-data rewrites documents, and the data are chats: drop one.")

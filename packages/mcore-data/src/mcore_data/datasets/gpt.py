@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from mcore_data.datasets.arrangement import Arrangement, SampleOptions, TextRows
 from mcore_data.datasets.sample_index import SampleIndexSpec, load_sample_index
 
+_PLAIN = SampleOptions()
+
 
 class Sequences(Protocol):
     """Stored sequences, such as an ``IndexedDataset``."""
@@ -81,17 +83,7 @@ class GPTDataset:
         num_samples: smallest number of samples; 0 means one epoch. ``len`` may be larger, since
             the index covers full epochs.
         document_ids: sequences to use, in any order; None means all.
-        eod: end-of-document id, required by the options that depend on it.
-        shift_labels: read one more token, so that the last label is a real token (Megatron's
-            add_extra_token_to_sequence). False masks the last position instead.
-        drop_last_partial: drop the last tokens if they do not fill a sample; False pads.
-        reset_position_ids: count positions from 0 again after each end of document.
-        reset_attention_mask: add document borders at the tokens ``eod``, so that no token
-            attends to tokens before its document.
-        eod_mask_loss: no loss at positions whose input token is an end of document.
-        create_attention_mask: add the causal mask even if nothing is reset.
-        inter_document_masking: add the borders of the stored documents, whatever their ids, for
-            packed attention.
+        options: labels, masks, positions and document borders.
         cache_folder: folder in which the index is cached for later runs and other ranks.
         transform: rewrites each document's part of a sample, with random numbers from the seed
             and the sample's number only; the row is then cut or padded to its length.
@@ -108,30 +100,15 @@ class GPTDataset:
         seed: int = 1234,
         num_samples: int = 0,
         document_ids: Sequence[int] | NDArray[np.integer] | None = None,
-        eod: int | None = None,
-        shift_labels: bool = True,
-        drop_last_partial: bool = True,
-        reset_position_ids: bool = False,
-        reset_attention_mask: bool = False,
-        eod_mask_loss: bool = False,
-        create_attention_mask: bool = False,
-        inter_document_masking: bool = False,
+        options: SampleOptions = _PLAIN,
         cache_folder: str | Path = "",
         transform: PartTransform | None = None,
     ) -> None:
         self.sequences = sequences
         self.sequence_length = sequence_length
-        self.shift_labels = shift_labels
+        self.shift_labels = options.shift_labels
         self.seed = seed
         self.transform = transform
-        options = SampleOptions(
-            eod=eod,
-            reset_position_ids=reset_position_ids,
-            reset_attention_mask=reset_attention_mask,
-            eod_mask_loss=eod_mask_loss,
-            create_attention_mask=create_attention_mask,
-            inter_document_masking=inter_document_masking,
-        )
         self.arrangement = Arrangement(sequence_length, options)
         self._blocked: NDArray[np.bool_] | None = getattr(sequences, "blocked", None)
         lengths = sequences.lengths
@@ -144,10 +121,10 @@ class GPTDataset:
             raise ValueError(f"document ids must lie in 0 to {len(lengths) - 1}.")
         spec = SampleIndexSpec(
             sequence_length=sequence_length,
-            extra_tokens=int(shift_labels),
+            extra_tokens=int(options.shift_labels),
             num_samples=num_samples,
             seed=seed,
-            drop_last_partial=drop_last_partial,
+            drop_last_partial=options.drop_last_partial,
         )
         self.index = load_sample_index(lengths, ids, spec, cache_folder)
 

@@ -20,8 +20,8 @@ _GEOMETRIC_PROB = 0.2  # SpanBERT's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskingOptions:
-    """How many tokens are masked, and in what units.
+class SentenceOptions:
+    """How samples are made of sentences: share of short ones, masked tokens.
 
     Attributes:
         mask_prob: share of the tokens.
@@ -29,12 +29,14 @@ class MaskingOptions:
         geometric: draw the number of a span's words geometrically with p = 0.2, limited to
             ``max_ngram``, instead of with a probability proportional to 1/n.
         whole_words: mask complete words, together with their continuation pieces.
+        short_seq_prob: share of the samples that are shorter than a row.
     """
 
     mask_prob: float = 0.15
     max_ngram: int = 3
     geometric: bool = False
     whole_words: bool = True
+    short_seq_prob: float = 0.1
 
 
 def word_continuations(tokenizer: Tokenizer) -> NDArray[np.bool_] | None:
@@ -53,7 +55,7 @@ def choose_spans(
     tokens: NDArray[np.int64],
     maskable: NDArray[np.bool_],
     continues: NDArray[np.bool_] | None,
-    options: MaskingOptions,
+    options: SentenceOptions,
     budget: int,
     random: np.random.Generator,
     *,

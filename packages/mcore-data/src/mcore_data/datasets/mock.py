@@ -3,16 +3,19 @@
 Nothing is stored: a token is computed from its position, so all runs read the same data.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.datasets.arrangement import SampleOptions
 from mcore_data.datasets.bert import BertIds
-from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.datasets.gpt import GPTDataset, PartTransform
 from mcore_data.datasets.t5 import T5Ids
 
 _RECKONED_TOKENS = 1_024
+_PLAIN = SampleOptions()
 
 
 class MockDocuments:
@@ -68,7 +71,9 @@ class MockGPTDataset(GPTDataset):
         vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
         num_samples: ``len`` of the dataset.
         seed: seed of the order.
-        **options: further options of ``GPTDataset``.
+        options: masks, positions and document borders, as of ``GPTDataset``; ``eod`` is that of
+            the documents.
+        transform: as of ``GPTDataset``.
     """
 
     def __init__(
@@ -78,7 +83,8 @@ class MockGPTDataset(GPTDataset):
         *,
         num_samples: int = 1_000,
         seed: int = 1234,
-        **options: Any,
+        options: SampleOptions = _PLAIN,
+        transform: PartTransform | None = None,
     ) -> None:
         # Estimated with half the mean length; if that is too few, more epochs are read.
         enough = -(-(num_samples * sequence_length + 1) // _RECKONED_TOKENS)
@@ -88,8 +94,8 @@ class MockGPTDataset(GPTDataset):
             sequence_length=sequence_length,
             seed=seed,
             num_samples=num_samples,
-            eod=documents.eod,
-            **options,
+            options=replace(options, eod=documents.eod),
+            transform=transform,
         )
         self.num_samples = num_samples
 

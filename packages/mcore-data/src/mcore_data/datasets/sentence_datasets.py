@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mcore_data.config import DataConfig, MaskingConfig
 from mcore_data.datasets.bert import BERTDataset, BertIds
 from mcore_data.datasets.data_paths import SPLITS
-from mcore_data.datasets.masking import MaskingOptions
+from mcore_data.datasets.masking import SentenceOptions
 from mcore_data.datasets.mock import MockSentences, mock_bert_ids, mock_t5_ids
 from mcore_data.datasets.splits import build_splits
 from mcore_data.datasets.splitting import split_bounds
@@ -61,20 +61,24 @@ def build_sentence_datasets(
     common: dict[str, Any] = {
         "sequence_length": sequence_length,
         "seed": seed,
-        "short_seq_prob": masking.short_seq_prob,
     }
     vocab_size = config.mock_vocab_size
     build: Any
     if kind == "bert":
         ids = BertIds.of(tokenizer) if tokenizer else mock_bert_ids(vocab_size)
-        options = MaskingOptions(mask_prob=masking.mask_prob)
+        options = SentenceOptions(
+            mask_prob=masking.mask_prob, short_seq_prob=masking.short_seq_prob
+        )
         build = partial(
             BERTDataset, ids=ids, masking=options, classification_head=has_pairs, **common
         )
     else:
         t5_ids = T5Ids.of(tokenizer) if tokenizer else mock_t5_ids(vocab_size)
-        options = MaskingOptions(
-            mask_prob=masking.mask_prob, max_ngram=_T5_NGRAM, geometric=True
+        options = SentenceOptions(
+            mask_prob=masking.mask_prob,
+            max_ngram=_T5_NGRAM,
+            geometric=True,
+            short_seq_prob=masking.short_seq_prob,
         )
         build = partial(
             T5Dataset,

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.bert import Sentences
-from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
+from mcore_data.datasets.masking import SentenceOptions, choose_spans, word_continuations
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
 from mcore_data.tokenizers.protocol import Tokenizer
 
-_T5_MASKING = MaskingOptions(max_ngram=10, geometric=True)
+_T5_MASKING = SentenceOptions(max_ngram=10, geometric=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +91,7 @@ class T5Dataset:
         seed: seed of all random choices.
         num_samples: smallest number of samples; 0 means one epoch.
         document_ids: documents to use; None means all.
-        masking: how spans are chosen.
-        short_seq_prob: share of shorter samples.
+        masking: how spans are chosen, and how many samples are short.
 
     Raises:
         ValueError: if there is no document, or the decoder is too short for the spans.
@@ -108,8 +107,7 @@ class T5Dataset:
         seed: int = 1234,
         num_samples: int = 0,
         document_ids: Sequence[int] | range | None = None,
-        masking: MaskingOptions = _T5_MASKING,
-        short_seq_prob: float = 0.1,
+        masking: SentenceOptions = _T5_MASKING,
     ) -> None:
         self.sequences = sentences
         self.ids = ids
@@ -126,7 +124,7 @@ class T5Dataset:
             )
         spec = SentenceMapSpec(
             max_length=sequence_length - 2,
-            short_seq_prob=short_seq_prob,
+            short_seq_prob=masking.short_seq_prob,
             seed=seed,
             num_samples=num_samples,
         )

@@ -119,6 +119,20 @@ class Verifier:
         return chosen
 
 
+def has_flagged(text: str, flags: NDArray[np.bool_]) -> bool:
+    """Whether a text has a UTF-16 unit whose flag is set.
+
+    Args:
+        text: of any length.
+        flags: of each of the 65536 units; a character beyond U+FFFF has two surrogates.
+    """
+    for start in range(0, len(text), _CHUNK):
+        units = text[start : start + _CHUNK].encode("utf-16-le", "surrogatepass")
+        if flags.take(np.frombuffer(units, "<u2")).any():
+            return True
+    return False
+
+
 class SeenCharacters:
     """The characters of all texts so far."""
 
@@ -134,7 +148,7 @@ class SeenCharacters:
             if text.isascii():
                 may_be_new = bool(text.encode().translate(None, self._seen_bytes))
             else:
-                may_be_new = self._has_open(text)
+                may_be_new = has_flagged(text, self._is_open)
             if not may_be_new:
                 continue
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
@@ -143,13 +157,6 @@ class SeenCharacters:
                 found[i] = int(new[0])
                 self._note(np.unique(codes[new]))
         return found
-
-    def _has_open(self, text: str) -> bool:
-        for start in range(0, len(text), _CHUNK):
-            units = text[start : start + _CHUNK].encode("utf-16-le", "surrogatepass")
-            if self._is_open.take(np.frombuffer(units, "<u2")).any():
-                return True
-        return False
 
     def _note(self, codes: NDArray[np.integer]) -> None:
         self._seen[codes] = True

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,18 @@ def cached_arrays(
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
                     replace_file(path, lambda file, array=array: np.save(file, array))
-    return [_map(path) for path in paths]
+    return [map_array(path) for path in paths]
 
 
-def _map(path: Path) -> NDArray[Any]:
+def map_array(path: Path) -> NDArray[Any]:
+    """Map a ``.npy`` file.
+
+    Raises:
+        RuntimeError: if it is empty, truncated or no array.
+    """
     try:
         return np.asarray(np.load(path, mmap_mode="r"))
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, SyntaxError, TokenError) as error:
         raise RuntimeError(
             f"{path} is damaged ({error}): remove it to build it again."
         ) from error

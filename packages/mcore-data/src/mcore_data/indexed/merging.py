@@ -75,7 +75,8 @@ def merge_pairs(
             the same files, by its manifest, is always replaced.
         allow_missing: join parts of a division although some are missing.
         logical: write index, origins and manifest only, and leave the tokens in the pairs,
-            which must have manifests. Sizes are compared, and no token is read.
+            which must have manifests. Sizes of the ``.bin`` files and checksums of all others
+            are compared, and no token is read.
         bins_elsewhere: the ``.bin`` files of a logical dataset are not here, but will lie at
             the same places from its manifest.
         workers: threads that copy tokens, if all pairs have manifests. The same call after a
@@ -108,7 +109,7 @@ def merge_pairs(
         for prefix, facts in pairs:
             if logical and not bins_elsewhere:
                 _refuse_incomplete(prefix, facts)
-            elif facts and not logical:
+            if facts and not bins_elsewhere:
                 _check_without_bin(prefix, facts)
         checksum = _join(pairs, output_prefix, logical, bins_elsewhere, workers)
         tokens = (

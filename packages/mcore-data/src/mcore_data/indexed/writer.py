@@ -9,6 +9,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,10 +82,14 @@ class IndexedWriter:
         for kind, final in finals.items():
             if resume_at and not self._partial(kind).exists() and final.is_file():
                 final.rename(self._partial(kind))  # killed within finalize
-        self._files: dict[str, BinaryIO] = {
-            kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
-            for kind in kinds
-        }
+        with ExitStack() as opened:  # closes the others if one cannot be opened
+            self._files: dict[str, BinaryIO] = {
+                kind: opened.enter_context(
+                    _open_partial(self._partial(kind), (resume_at or {}).get(kind))
+                )
+                for kind in kinds
+            }
+            opened.pop_all()
         self._flowing = self._files["bin"].tell()  # bytes that the system was told to write
         self._digest = None
         if checksum:

@@ -77,17 +77,25 @@ class DataPlan:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n"
 
 
-def parse_plan(text: str) -> DataPlan:
-    """Parse the JSON of ``DataPlan.to_json``."""
-    table: dict[str, Any] = json.loads(text)
-    if table.pop("version", None) != _VERSION:
-        raise ValueError(f"{PLAN_FILE} has another version than {_VERSION}.")
-    table["data"] = _config(DataConfig, table["data"])
-    table["fim"] = _config(FIMConfig, table["fim"])
-    table["stretches"] = tuple(Stretch(**each) for each in table["stretches"])
-    for name in ("num_samples", "sources", "ledger"):
-        table[name] = tuple(table[name])
-    return DataPlan(**table)
+def parse_plan(text: str | bytes, file: str | Path = PLAN_FILE) -> DataPlan:
+    """Parse the JSON of ``DataPlan.to_json``.
+
+    Raises:
+        ValueError: naming ``file``, if the text is damaged or of another version.
+    """
+    try:
+        table: dict[str, Any] = json.loads(text)
+        version = table.pop("version", None)
+        if version == _VERSION:
+            table["data"] = _config(DataConfig, table["data"])
+            table["fim"] = _config(FIMConfig, table["fim"])
+            table["stretches"] = tuple(Stretch(**each) for each in table["stretches"])
+            for name in ("num_samples", "sources", "ledger"):
+                table[name] = tuple(table[name])
+            return DataPlan(**table)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
+    raise ValueError(f"{file} has version {version}, and {_VERSION} is read here.")
 
 
 def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
@@ -99,14 +107,17 @@ def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
     folder = Path(run)
     tracker = folder / _TRACKER
     if tracker.is_file():
-        folder = folder / f"iter_{int(tracker.read_text()):07d}"
+        step = tracker.read_bytes().strip()
+        if not step.isdigit():
+            raise ValueError(f"{tracker} holds {step[:40]!r}: it must hold a step.")
+        folder = folder / f"iter_{int(step):07d}"
     file = folder / PLAN_FILE
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} does not exist. Give a folder that mcore-train saved a checkpoint in, of "
             "a run whose batches did not come from its caller."
         )
-    return parse_plan(file.read_text(encoding="utf-8")), folder
+    return parse_plan(file.read_bytes(), file), folder
 
 
 def describe_sources(dataset: Any) -> list[dict[str, Any]]:

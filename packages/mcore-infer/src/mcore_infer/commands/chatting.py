@@ -44,16 +44,13 @@ def chat(
         if loaded.world.size > 1:
             raise ValueError("chat reads a terminal and runs in one process, without torchrun.")
         conversation = Conversation(
-            loaded.model,
+            loaded,
             tokenizer,
             load_chat_format(template, tokenizer),
             sampling,
             engine,
             system=system,
             seed=seed,
-            draft=loaded.draft,
-            kv_scales=loaded.kv_scales,
-            ends=loaded.ends,
         )
         print(_HELP, file=sys.stderr)
         _converse(conversation)

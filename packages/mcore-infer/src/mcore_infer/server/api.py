@@ -4,7 +4,8 @@ A field without effect (``length_penalty`` without beam search) or out of range 
 status 400.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from mcore_infer.config import SamplingConfig
@@ -72,7 +73,6 @@ class ApiReply(Reply):
     ) -> None:
         super().__init__(served, requests, answers)
         self.prompts = prompts
-        self.needs_result = requests[0].scores.prompt
 
     def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return texts, tokens and segments, prompts included, and requested scores."""
@@ -89,16 +89,16 @@ class ApiReply(Reply):
         reply: dict[str, Any] = {
             "text": texts,
             "tokens": tokens,
-            "segments": [self._segments(ids) for ids in tokens],
+            "segments": (self._segments(ids) for ids in tokens),
         }
         scores = self.requests[0].scores
         if scores.log_probs:
             reply["logprobs"] = [self._log_probs(answer) for answer in self.answers]
         if scores.num_top:
-            reply["top_n_logprobs"] = [
+            reply["top_n_logprobs"] = (
                 self._top(request.prompt, answer)
                 for request, answer in zip(self.requests, self.answers, strict=True)
-            ]
+            )
         return reply
 
     def _beams(self) -> dict[str, Any]:
@@ -126,13 +126,12 @@ class ApiReply(Reply):
         written = [token.log_prob for token in answer.written]
         return [*answer.result.prompt_log_probs, *written]
 
-    def _top(self, prompt: Sequence[int], answer: Answer) -> list[dict[str, float]]:
+    def _top(self, prompt: Sequence[int], answer: Answer) -> Iterator[dict[str, float]]:
         result = answer.result
         assert result is not None
         scored = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
-        tops = [with_drawn(NewToken(0, *token)) for token in scored]
-        tops += [with_drawn(token) for token in answer.written]
-        return [self.served.texts.by_name(top) for top in tops]
+        tokens = chain((NewToken(0, *token) for token in scored), answer.written)
+        return (self.served.texts.by_name(with_drawn(token)) for token in tokens)
 
 
 def _sampling(body: ApiBody) -> SamplingConfig:

@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions`` in OpenAI's format: engine requests, and their reply."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mcore_data.datasets.chat_records import template_message
@@ -236,7 +236,7 @@ class ChatReply(OpenAIReply):
                 message["reasoning_content"] = parts.reasoning
             if parts.calls:
                 message["tool_calls"] = self._calls(parts)
-            scores = self._scores([t for piece in text_pieces for t in piece.tokens])
+            scores = self._scores(t for piece in text_pieces for t in piece.tokens)
             choices.append(
                 {
                     "index": index,
@@ -274,10 +274,10 @@ class ChatReply(OpenAIReply):
         }
         return {**self.head, "choices": [choice]}
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+    def _scores(self, tokens: Iterable[ScoredToken]) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        return {"content": [self._score(token) for token in tokens], "refusal": None}
+        return {"content": (self._score(token) for token in tokens), "refusal": None}
 
     def _score(self, token: ScoredToken) -> dict[str, Any]:
         top = token.top if self.body.top_logprobs else ()

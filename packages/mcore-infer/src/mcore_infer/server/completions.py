@@ -1,6 +1,8 @@
 """``POST /v1/completions`` in OpenAI's format: engine requests of a body, and their reply."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, tee
 from typing import Any
 
 from mcore_infer.server.replies import (
@@ -36,6 +38,9 @@ def read_completion(body: CompletionBody, served: ServedModel) -> "CompletionRep
         structure=response_structure(body),
         offsets=[len(text) if body.echo else 0 for text, _ in prompts],
     )
+    for i, request in enumerate(requests):
+        if i % body.n and request.scores.prompt:  # equal in all texts of a prompt
+            requests[i] = replace(request, scores=replace(request.scores, prompt=False))
     return CompletionReply(body, served, [text for text, _ in prompts], requests, answers)
 
 
@@ -71,7 +76,6 @@ class CompletionReply(OpenAIReply):
         kind, id_prefix = "text_completion", "cmpl"
         super().__init__(body, served, requests, answers, kind=kind, id_prefix=id_prefix)
         self.body, self.prompts = body, prompts
-        self.needs_result = requests[0].scores.prompt
 
     def first_events(self) -> Sequence[Any]:
         """Return one event with the prompt for each choice, if ``echo`` is set."""
@@ -93,19 +97,21 @@ class CompletionReply(OpenAIReply):
         for index, text_pieces in enumerate(pieces):
             text = "".join(piece.text for piece in text_pieces)
             choice = _choice(index, text, None, self.answers[index].finish_reason)
-            request, answer = self.requests[index], self.answers[index]
             if self.body.echo:
                 choice["text"] = self._prompt(index) + text
-            if request.scores.log_probs:
-                tokens = [token for piece in text_pieces for token in piece.tokens]
-                if request.scores.prompt and answer.result:
-                    scored_prompt = prompt_tokens(
-                        self.served.texts, request.prompt, answer.result
-                    )
-                    tokens = [*scored_prompt, *tokens]
-                choice["logprobs"] = self._scores(tokens)
+            if self.requests[index].scores.log_probs:
+                tokens = (token for piece in text_pieces for token in piece.tokens)
+                choice["logprobs"] = self._scores(chain(self._scored_prompt(index), tokens))
             choices.append(choice)
         return {**self.head, "choices": choices, "usage": self.usage()}
+
+    def _scored_prompt(self, index: int) -> Iterator[ScoredToken]:
+        """Return the scored tokens of a text's prompt, which its first text has computed."""
+        first = index - index % self.body.n
+        result = self.answers[first].result
+        if not self.body.echo or result is None:
+            return iter(())
+        return prompt_tokens(self.served.texts, self.requests[first].prompt, result)
 
     def _prompt(self, index: int) -> str:
         return self.prompts[index // self.body.n]
@@ -115,15 +121,17 @@ class CompletionReply(OpenAIReply):
     ) -> dict[str, Any]:
         return {**self.head, "choices": [_choice(index, text, scores, finish_reason)]}
 
-    def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _scores(self, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
         texts = self.served.texts
+        for_names, for_log_probs, for_offsets, for_top = tee(tokens, 4)
         return {
-            "tokens": [texts.name(token.id) for token in tokens],
-            "token_logprobs": [token.log_prob for token in tokens],
-            "text_offset": [token.offset for token in tokens],
-            "top_logprobs": [
-                None if token.log_prob is None else texts.by_name(token.top) for token in tokens
-            ],
+            "tokens": (texts.name(token.id) for token in for_names),
+            "token_logprobs": (token.log_prob for token in for_log_probs),
+            "text_offset": (token.offset for token in for_offsets),
+            "top_logprobs": (
+                None if token.log_prob is None else texts.by_name(token.top)
+                for token in for_top
+            ),
         }
 
 

@@ -65,12 +65,10 @@ class Reply(ABC):
         requests: texts to write.
         answers: their texts so far, one for each request.
         is_stream: whether the answer is sent event by event.
-        needs_result: whether the answer needs prompt scores, which arrive with the engine's
-            result.
         has_plain_errors: whether errors are plain strings, as in Megatron's interface.
     """
 
-    is_stream = needs_result = has_plain_errors = False
+    is_stream = has_plain_errors = False
 
     def __init__(
         self, served: ServedModel, requests: list[TextRequest], answers: list[Answer]
@@ -101,7 +99,7 @@ class Reply(ABC):
 
     @abstractmethod
     def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
-        """Return the answer from all pieces of each text."""
+        """Return the answer from all pieces of each text; long lists may be iterators."""
 
 
 class OpenAIReply(Reply):

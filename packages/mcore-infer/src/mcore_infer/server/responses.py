@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -37,6 +38,12 @@ _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 _MAX_DEPTH, _NUM_ITEMS = 4, 64
 """Depth to which an answer is serialized item by item, and the items of one part below."""
+_WORK_S, _REST = 0.001, 2.0
+"""Processor seconds after which a thread that serializes an answer rests, and the rest by the
+work before it. The engine's thread and the serializing one take turns at Python's interpreter,
+a switch interval at a time, so that without rests a step would wait at each of its kernels."""
+_BLOCK_BYTES = 1 << 16
+"""Size of the blocks in which a complete answer is sent."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -164,25 +171,42 @@ class EngineResponse:
     async def _send(self, send: Send) -> None:
         try:
             async with asyncio.timeout(self.timeouts.answer_s):
-                await (
-                    self._send_events(send) if self.reply.is_stream else self._send_all(send)
-                )
+                if self.reply.is_stream:
+                    await self._send_events(send)
+                    return
+                blocks = await self._complete()
+            length = str(sum(map(len, blocks)))
+            await self._start(send, 200, _JSON | {"content-length": length})
+            for block in blocks:
+                await self._send_body(send, block)
+            await send({"type": "http.response.body"})
         except TimeoutError:
             message = f"the answer took more than {self.timeouts.answer_s:g} seconds."
             await self._refuse(send, RequestError(504, message))
         except RequestError as error:
             await self._refuse(send, error)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _complete(self) -> list[bytes]:
+        """Wait for all texts; return the answer, built in a thread, in blocks."""
         pieces: list[list[AnswerPiece]] = [[] for _ in self.reply.answers]
         async for index, piece in run_requests(self.reply, self.running):
             pieces[index].append(piece)
             self._count(bool(piece.text))
-        # Log probabilities of a long text are many: serialize them in a thread, so that the
-        # event loop continues to serve other clients.
-        body = await asyncio.to_thread(lambda: b"".join(long_json(self.reply.complete(pieces))))
-        await self._start(send, 200, _JSON | {"content-length": str(len(body))})
-        await send({"type": "http.response.body", "body": body})
+        return await asyncio.to_thread(self._blocks, pieces)
+
+    def _blocks(self, pieces: Sequence[Sequence[AnswerPiece]]) -> list[bytes]:
+        """Build the answer; rest between its parts while other requests are open."""
+        blocks, block, begin = [], bytearray(), time.thread_time()
+        for part in long_json(self.reply.complete(pieces)):
+            block += part
+            if len(block) >= _BLOCK_BYTES:
+                blocks.append(bytes(block))
+                block.clear()
+            worked = time.thread_time() - begin
+            if worked > _WORK_S and self.running.front.num_open > self.running.size:
+                time.sleep(_REST * worked)
+                begin = time.thread_time()
+        return [*blocks, bytes(block)]
 
     async def _send_events(self, send: Send) -> None:
         reply = self.reply
@@ -197,9 +221,11 @@ class EngineResponse:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send_lines(self, send: Send, events: Sequence[Any]) -> None:
-        if not events:
-            return
-        body = b"".join(b"data: " + as_json(event) + b"\n\n" for event in events)
+        if events:
+            lines = [b"data: " + b"".join(long_json(event)) + b"\n\n" for event in events]
+            await self._send_body(send, b"".join(lines))
+
+    async def _send_body(self, send: Send, body: bytes) -> None:
         try:
             async with asyncio.timeout(self.timeouts.client_s):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -268,17 +294,19 @@ def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, EngineFailure):
         raise RequestError(503, event.what.message)
     answer = reply.answers[event.index]
+    # Scores of the prompt arrive with the result.
+    needs_result = reply.requests[event.index].scores.prompt
     if isinstance(event.what, NewToken):
         if answer.finish_reason:
             return None  # written before the engine received the cancellation
         piece = answer.add(event.what)
-        if answer.finish_reason and not reply.needs_result:
+        if answer.finish_reason and not needs_result:
             running.end(event.index, cancel=True)
         return piece
     if event.what.finish_reason == "error" and not answer.finish_reason:
         raise RequestError(500, _UNFINISHED)
     if answer.finish_reason:
-        if reply.needs_result:
+        if needs_result:
             answer.result = event.what
             running.end(event.index)
         return None
@@ -296,20 +324,29 @@ def openai_error(error: RequestError) -> dict[str, Any]:
 
 
 def long_json(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """Yield the parts of ``as_json(value)``; none of them holds the interpreter for long."""
+    """Yield the parts of ``as_json(value)``; none of them holds the interpreter for long.
+
+    Iterators are lists whose items are made when they are serialized: a long answer is never
+    whole in memory, where Python's garbage collector would stop all threads to scan it.
+    """
     if isinstance(value, dict) and depth < _MAX_DEPTH:
         for i, (name, item) in enumerate(value.items()):
             yield (b"," if i else b"{") + as_json(name) + b":"
             yield from long_json(item, depth + 1)
         yield b"}" if value else b"{}"
-    elif isinstance(value, list) and len(value) > 1:
-        size = 1 if depth < _MAX_DEPTH and isinstance(value[0], (dict, list)) else _NUM_ITEMS
-        for begin in range(0, len(value), size):
-            yield b"," if begin else b"["
-            if size == 1:
-                yield from long_json(value[begin], depth + 1)
+    elif isinstance(value, (list, Iterator)):
+        items, size, separator = iter(value), 1 if depth < 2 else _NUM_ITEMS, b""
+        yield b"["
+        while batch := list(islice(items, size)):
+            if depth < _MAX_DEPTH and isinstance(batch[0], (dict, list, Iterator)):
+                for item in batch:
+                    yield separator
+                    yield from long_json(item, depth + 1)
+                    separator = b","
             else:
-                yield as_json(value[begin : begin + size])[1:-1]
+                yield separator
+                yield as_json(batch)[1:-1]
+            separator = b","
         yield b"]"
     else:
         yield as_json(value)

@@ -6,7 +6,7 @@ pieces.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -302,13 +302,12 @@ class Answer:
 
 def prompt_tokens(
     texts: TokenTexts, prompt: Sequence[int], result: Generation
-) -> list[ScoredToken]:
-    """Return the tokens of a prompt with the scores of a result."""
+) -> Iterator[ScoredToken]:
+    """Yield the tokens of a prompt with the scores of a result."""
     log_probs: list[float | None] = [None, *result.prompt_log_probs]
     top: list[Top] = [(), *(result.prompt_top or [()] * (len(prompt) - 1))]
-    stream, offset, scored = TextStream(texts.tokenizer), 0, []
+    stream, offset = TextStream(texts.tokenizer), 0
     for token, log_prob, likeliest in zip(prompt, log_probs, top, strict=True):
         alternatives = with_drawn(NewToken(0, token, log_prob, likeliest))
-        scored.append(ScoredToken(token, log_prob, alternatives, offset))
+        yield ScoredToken(token, log_prob, alternatives, offset)
         offset += len(stream.add(token))
-    return scored

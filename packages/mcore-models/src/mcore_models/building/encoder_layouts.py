@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from mcore_models.building.layouts import layout_problems
 from mcore_models.config import TransformerConfig
-from mcore_models.encoder_config import T5Config, num_stack_layers
+from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 
@@ -36,11 +36,14 @@ def encoder_layout_problems(
     problems = layout_problems(config, parallel, moe, seq_length)
     if moe.num_experts:
         problems.append("--num-experts: models with an encoder have none here; leave it out.")
-    if config.window_size[0] >= 0:
+    is_bert = isinstance(config, BertConfig)
+    if config.window_size[0] >= 0 and not is_bert:
         problems.append("--window-size: an encoder sees whole rows; leave it out.")
     if config.qk_layernorm:
         problems.append("--qk-layernorm: models with an encoder have none; leave it out.")
     for name in _DECODERS_ALONE:
+        if is_bert and name == "embedding_layernorm":
+            continue
         if getattr(config, name) != _DEFAULTS[name]:
             flag = "--" + name.replace("_", "-")
             problems.append(f"{flag}: models with an encoder compute without it; leave it out.")

@@ -4,6 +4,7 @@ All problems are found together, each with its flag and allowed values, so that 
 raises the same error and no collective waits. No torch here.
 """
 
+from mcore_base.options import listed
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores
 from mcore_models.layer_patterns import is_local
 from mcore_models.logical_tensors import (
@@ -133,13 +134,13 @@ def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
         split += f" x --context-parallel-size {cp}" if cp > 1 else ""
         problem = (
             f"{heads} Mamba heads (--mamba-num-heads) cannot be split over {split}: heads must "
-            f"divide evenly. Use {_listed(divisors(heads))} ranks."
+            f"divide evenly. Use {listed(divisors(heads))} ranks."
         )
     elif groups % tp and tp % groups:
         fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
         problem = (
             f"--mamba-num-groups {groups} cannot be split over --tensor-model-parallel-size "
-            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+            f"{tp}: one must divide the other. Use {listed(fitting)} tensor ranks."
         )
     return [problem] if problem else []
 
@@ -155,7 +156,7 @@ def _split_problems(
     split += f" x --context-parallel-size {cp}" if cp > 1 else ""
     problem = (
         f"{option} {size} of {layers} cannot be split over {split}: "
-        f"{parts} must divide evenly. Use {_listed(divisors(size))} ranks."
+        f"{parts} must divide evenly. Use {listed(divisors(size))} ranks."
     )
     return [problem]
 
@@ -166,20 +167,20 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
     if heads % tp:
         problem = (
             f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size "
-            f"{tp}: heads must divide evenly. Use {_listed(divisors(heads))}."
+            f"{tp}: heads must divide evenly. Use {listed(divisors(heads))}."
         )
         return [problem]
     if groups % tp and tp % groups:
         fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
         problem = (
             f"--num-query-groups {groups} cannot be split over --tensor-model-parallel-size "
-            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+            f"{tp}: one must divide the other. Use {listed(fitting)} tensor ranks."
         )
         return [problem]
     if config.qk_layernorm and config.qk_norm_width != "head" and groups % tp:
         problem = (
             f"--qk-norm-width {config.qk_norm_width} cannot norm keys of --num-query-groups "
-            f"{groups} over --tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
+            f"{groups} over --tensor-model-parallel-size {tp}: use {listed(divisors(groups))}."
         )
         return [problem]
     return []
@@ -250,7 +251,7 @@ def _expert_problems(moe: MoEConfig, parallel: ParallelConfig) -> list[str]:
         return []
     problem = (
         f"--num-experts {moe.num_experts} cannot be split over --expert-model-parallel-size "
-        f"{ep}: use {_listed(divisors(moe.num_experts))}."
+        f"{ep}: use {listed(divisors(moe.num_experts))}."
     )
     return [problem]
 
@@ -318,8 +319,3 @@ def cannot_be_cut(config: TransformerConfig, layer: int) -> bool:
     return (
         is_local(config, layer) or config.attention_dropout > 0 or not has_plain_scores(config)
     )
-
-
-def _listed(values: list[int]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mcore_models.building.layouts import check_length, layout_problems
-from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
-from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.layers.layer_setup import PLAIN_EXECUTION, Execution, LayerSetup
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
 from mcore_models.logical_tensors import layer_config
 from mcore_models.protocol import ModelState, TrainableModel
@@ -26,7 +26,7 @@ from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.data_parallel.meta_matrices import MatricesOnMeta
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.stages import Stage
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
@@ -36,9 +36,6 @@ _KEEP_ALL = RecomputeConfig()
 
 BlockCaller = Callable[[nn.Module, Residual, Any], Residual]
 """Calls a block with the residual stream and the inputs that all blocks share."""
-
-
-_ANY_KERNELS = KernelConfig()
 
 
 class StageModel(TrainableModel):
@@ -70,15 +67,10 @@ class StageModel(TrainableModel):
         vocab_size: int,
         moe: MoEConfig = _NO_EXPERTS,
         stage: Stage | None = None,
-        seed: int = 1234,
-        recomputing: RecomputeConfig = _KEEP_ALL,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: Sequence[LinearGemms] = (),
-        parts: Parts = NO_PARTS,
-        streams: RngStreams | None = None,
+        seed: int | None = 1234,
+        execution: Execution = PLAIN_EXECUTION,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
-        is_filled: bool = True,
     ) -> None:
         """Allocate and fill this rank's part; no communication.
 
@@ -88,17 +80,11 @@ class StageModel(TrainableModel):
             vocab_size: true number of tokens; tables are padded for the layout.
             moe: experts, none by default.
             stage: layers of a pipeline stage; None: all.
-            seed: of the initial weights, equal on all ranks.
-            recomputing: what backward recomputes.
-            kernels: kernels of the computation.
-            gemms: GEMMs of every layer, by global number (``layer_gemms``); empty: GEMMs in the
-                model's dtype.
-            parts: modules in place of mixers of a GPT, see ``TransformerBlock``.
-            streams: random streams; None: made from ``seed``. Chunks of one rank share them.
+            seed: of the initial weights, equal on all ranks; None: matrices stay on the meta
+                device, for an engine that shards them, and ``initialize`` fills the shards.
+            execution: kernels, GEMMs, recomputation, random streams.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
-            is_filled: fill the weights; False: matrices stay on the meta device, for an engine
-                that shards them, and ``initialize`` fills the shards.
 
         Raises:
             ValueError: if the model does not fit the layout, or a kernel is not installed.
@@ -119,16 +105,17 @@ class StageModel(TrainableModel):
         self.tp, self.cp, self.pp = ctx.tp, ctx.cp, ctx.pp
         self.cuts = stream_cuts(ctx)
         self.sequence_parallel = self.cuts.size > 1
+        recomputing = execution.recomputing
         is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
         self.recomputing, self.saved_by = recomputing, ctx.tp if is_shared else SINGLE
         self.call_block: BlockCaller = nn.Module.__call__
-        self.streams = streams or RngStreams(seed, ctx)
+        self.streams = execution.streams or RngStreams(seed or 0, ctx)
         self.dropout = stream_dropout(config, ctx, self.streams)
         self.padded_vocab_size = padded_vocab(
             vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
         )
         num_places = count + config.mtp_num_layers
-        gemms = gemms or (PLAIN_GEMMS,) * num_places
+        gemms = execution.gemms or (PLAIN_GEMMS,) * num_places
         setups = [
             LayerSetup(
                 config=layer_config(config, min(place, count - 1)),
@@ -137,17 +124,17 @@ class StageModel(TrainableModel):
                 streams=self.streams,
                 moe=moe,
                 recomputing=recomputing,
-                kernels=kernels,
+                kernels=execution.kernels,
                 gemms=gemms[place],
-                parts=parts,
+                parts=execution.parts,
                 device=device or ctx.device,
                 dtype=dtype,
             )
             for place in range(num_places)
         ]
-        with nullcontext() if is_filled else MatricesOnMeta():
+        with MatricesOnMeta() if seed is None else nullcontext():
             self.build_parts(ctx, setups)
-        if is_filled:
+        if seed is not None:
             self.initialize(named_shards(self), seed)
 
     @abstractmethod

@@ -13,7 +13,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 _DIGITS = {torch.bfloat16: (1, 256, 65536), torch.float16: (1, 2048)}
@@ -48,7 +48,6 @@ def with_distances(
     v: Float[Tensor, "Z B G J"],
     slopes: Float[Tensor, " N"],
     scale: float,
-    key_positions: Int[Tensor, " Z"] | None = None,
 ) -> tuple[Float[Tensor, "S B N I"], Float[Tensor, "Z B G I"], Float[Tensor, "Z B G K"]]:
     """Append channels to queries and keys whose product is the slope times the key's position.
 
@@ -58,10 +57,8 @@ def with_distances(
         v: values, which get as many channels of zeros; drop these from the result.
         slopes: of the heads of ``q``.
         scale: factor that the kernel applies to scores.
-        key_positions: positions of the keys; None: counted from 0.
     """
-    if key_positions is None:
-        key_positions = torch.arange(k.shape[0], device=k.device)
+    key_positions = torch.arange(k.shape[0], device=k.device)
     factors, dtype, more = slopes / scale, q.dtype, num_channels(q.dtype)
     if dtype not in _DIGITS:
         of_heads, of_keys = factors[:, None].to(dtype), key_positions[:, None].to(dtype)

@@ -7,6 +7,7 @@ heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repe
 Packed documents use torch's variable-length kernel on a GPU, and a mask elsewhere.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,8 +122,11 @@ def attend(
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
+    if chunk and causal:
+        more = {**rules, "sinks": sinks, "backend": backend, "sizes_repeat": sizes_repeat}
+        return _in_chunks(q, k, v, chunk, partial(attend, **more))
     if backend == "flash" and flash2.is_installed():
-        return _by_flash2(q, k, v, documents, causal, chunk, sinks, rules)
+        return _by_flash2(q, k, v, documents, causal, sinks, rules)
     is_plain = softcap > 0 or sinks is not None or backend == "local"
     if is_plain and backend not in ("auto", "unfused", "local"):
         raise ValueError(
@@ -134,23 +138,55 @@ def attend(
         is_whole = num_queries == documents.length and not is_plain
         if is_whole and takes_borders(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
-    elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
+    elif not is_plain and _uses_flash4(q, k, v, dropout_prob, backend):
         return flash4.flash4_attention.launch(
             q, k, v, causal=causal, scale=scale, window=window
         )
-    mask = _mask(q, k, causal, window, chunk, documents, is_plain)
+    mask = _mask(q, k, causal, window, documents, is_plain)
     if is_plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return _plain(q, k, v, mask, scale, softcap, sinks, dropout_prob)
     if backend == "flash" and mask is not None and q.is_cuda:
         raise ValueError(
             "--attention-backend flash is torch's own kernel here, which takes no mask "
-            "(windows, chunks, the end of a longer sequence): install flash-attn for windows, "
-            "or use auto."
+            "(windows, the end of a longer sequence): install flash-attn for windows, or use "
+            "auto."
         )
     is_causal = causal and mask is None and num_queries > 1
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
     return _by_torch(q, k, v, options | {"dropout_p": dropout_prob}, backend, sizes_repeat)
+
+
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, chunk: int, attend_causally: Callable[..., Tensor]
+) -> Float[Tensor, "S B N J"]:
+    """Compute attention within chunks, without a mask: each is a causal sequence of its own.
+
+    Queries fall into up to three parts: the rest of a chunk whose earlier keys have no queries
+    here, whole chunks, which become rows of the batch, and the beginning of a last chunk.
+    """
+    S, B = q.shape[:2]
+    begin = k.shape[0] - S  # position of the first query
+    rest = min(S, -begin % chunk)
+    tail = (S - rest) % chunk
+    outs = []
+    if rest:
+        keys = slice(begin // chunk * chunk, begin + rest)
+        outs.append(attend_causally(q[:rest], k[keys], v[keys]))
+    if rest + tail < S:
+        rows = [
+            # [n c, B, N, H] -> [c, n B, N, H], a view for B = 1
+            t[t.shape[0] - S + rest : t.shape[0] - tail]
+            .unflatten(0, (-1, chunk))
+            .transpose(0, 1)
+            .flatten(1, 2)
+            for t in (q, k, v)
+        ]
+        out = attend_causally(*rows)
+        outs.append(out.unflatten(1, (-1, B)).transpose(0, 1).flatten(0, 1))
+    if tail:
+        outs.append(attend_causally(q[-tail:], k[-tail:], v[-tail:]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _mask(
@@ -158,7 +194,6 @@ def _mask(
     k: Tensor,
     causal: bool,
     window: int,
-    chunk: int,
     documents: Documents | None,
     is_plain: bool,
 ) -> Tensor | None:
@@ -168,8 +203,8 @@ def _mask(
         seen = visible_keys(*sizes, window, q.device)
         return same_document(documents, *sizes, q.device) & seen
     is_whole_row = sizes[0] in (sizes[1], 1)
-    if causal and (window >= 0 or chunk or is_plain or not is_whole_row):
-        return visible_keys(*sizes, window, q.device, chunk)
+    if causal and (window >= 0 or is_plain or not is_whole_row):
+        return visible_keys(*sizes, window, q.device)
     return None
 
 
@@ -211,14 +246,13 @@ def _by_flash2(
     v: Tensor,
     documents: Documents | None,
     causal: bool,
-    chunk: int,
     sinks: Tensor | None,
     rules: dict[str, Any],
 ) -> Tensor:
     """Compute attention by flash-attn, named by the user; complete rows of documents only."""
     why_not = flash2.misfit(q, v)
-    if chunk or sinks is not None:
-        why_not = "it has no chunks and no sinks"
+    if sinks is not None:
+        why_not = "it has no sinks"
     if documents is not None:
         _check_documents(documents, k, causal, "flash")
         if q.shape[0] != documents.length:

@@ -132,7 +132,9 @@ def _problems_of_experts(layer: MoELayer) -> list[str]:
         "--moe-router-load-balancing-type sinkhorn": (
             config.moe_router_load_balancing_type == "sinkhorn"
         ),
-        "--moe-router-score-function sigmoid": config.moe_router_score_function == "sigmoid",
+        f"--moe-router-score-function {config.moe_router_score_function}": (
+            config.moe_router_score_function in ("sigmoid", "sparsemixer")
+        ),
         "--moe-input-jitter-eps": bool(config.moe_input_jitter_eps),
         "--moe-experts-dtype": bool(config.moe_experts_dtype),
         "--moe-latent-size": bool(config.moe_latent_size),

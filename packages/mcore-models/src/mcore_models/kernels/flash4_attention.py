@@ -152,7 +152,7 @@ def _forward(
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N S"]]:
     out = q.new_empty(q.shape)
     with without_compiler_noise():
-        _, lse, *_ = _package()._flash_attn_fwd(
+        _, lse, *_ = load()._flash_attn_fwd(
             *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
             softmax_scale=scale,
             causal=causal,
@@ -177,7 +177,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     with without_compiler_noise():
-        _package()._flash_attn_bwd(
+        load()._flash_attn_bwd(
             *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
             lse,
             scale,
@@ -192,7 +192,8 @@ def _backward(
     return dq, dk, dv
 
 
-def _package() -> Any:
+def load() -> Any:
+    """Import the package, which takes seconds the first time, and return its interface."""
     return import_module("flash_attn.cute.interface")
 
 

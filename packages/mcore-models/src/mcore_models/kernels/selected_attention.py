@@ -55,12 +55,11 @@ def attend_to_mask(
     k: Float[Tensor, "Z B G H"],
     v: Float[Tensor, "Z B G J"],
     mask: Bool[Tensor, "B 1 S Z"],
-    scale: float | None = None,
     dropout_prob: float = 0.0,
 ) -> Float[Tensor, "S B N J"]:
     """Mix values by softmax(q·k) over the keys of a mask."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [S, B, N, H] -> [B, N, S, H]
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_prob}
+    options: dict[str, Any] = {"dropout_p": dropout_prob}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     return out.permute(2, 0, 1, 3)

@@ -49,9 +49,7 @@ from mcore_parallel.context_parallel.zigzag import (
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -99,18 +97,9 @@ class Attention(nn.Module):
             Output(part, G * H, holders) if part in ("k", "v") else Output(part, N * H)
             for part in self.parts
         ]
-        column: dict[str, Any] = {
-            "bias": has_qkv_bias(config),
-            "gemm": setup.gemms.column,
-            **setup.split,
-        }
-        self.qkv = ColumnParallelLinear(config.hidden_size, outputs, **column)
-        row: dict[str, Any] = {
-            "bias": has_attention_bias(config),
-            "gemm": setup.gemms.row,
-            **setup.split,
-        }
-        self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
+        D = config.hidden_size
+        self.qkv = setup.column_linear(D, outputs, bias=has_qkv_bias(config))
+        self.proj = setup.row_linear(N * H, D, bias=has_attention_bias(config))
         self.q_norm = self._build_qk_norm(N, tp, setup.factory_kwargs)
         self.k_norm = None
         if "k" in self.parts:

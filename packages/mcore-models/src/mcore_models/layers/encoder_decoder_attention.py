@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
+from mcore_models.kernels.rope import RotaryTables, rotate
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.zigzag import zigzag_join
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 
@@ -54,7 +53,7 @@ class MaskedAttention(nn.Module):
             scale: of the scores; None: 1/sqrt(head dim).
         """
         super().__init__()
-        config, ctx, gemms = setup.config, setup.ctx, setup.gemms
+        config, ctx = setup.config, setup.ctx
         self.config, self.cp, self.streams = config, ctx.cp, setup.streams
         self.causal, self.scale = causal, scale
         self.recompute_core = "core_attn" in setup.recomputed
@@ -62,21 +61,16 @@ class MaskedAttention(nn.Module):
         check_backend(self.backend)
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         holders = ctx.tp_block(max(1, ctx.tp.size // G))
-        column: dict[str, Any] = {
-            "bias": has_qkv_bias(config),
-            "gemm": gemms.column,
-            **setup.split,
-        }
+        D, bias = config.hidden_size, has_qkv_bias(config)
         query = Output("" if is_cross else "q", N * H)
         others = [Output("k", G * H, holders), Output("v", G * H, holders)]
         self.is_cross = is_cross
         if is_cross:
-            self.q = ColumnParallelLinear(config.hidden_size, [query], **column)
-            self.kv = ColumnParallelLinear(config.hidden_size, others, **column)
+            self.q = setup.column_linear(D, [query], bias=bias)
+            self.kv = setup.column_linear(D, others, bias=bias)
         else:
-            self.qkv = ColumnParallelLinear(config.hidden_size, [query, *others], **column)
-        row: dict[str, Any] = {"bias": config.add_bias_linear, "gemm": gemms.row, **setup.split}
-        self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
+            self.qkv = setup.column_linear(D, [query, *others], bias=bias)
+        self.proj = setup.row_linear(N * H, D, bias=config.add_bias_linear)
 
     def forward(
         self,
@@ -84,6 +78,7 @@ class MaskedAttention(nn.Module):
         mask: Shaped[Tensor, "b n q Z"] | None = None,
         memory: Float[Tensor, "m B D"] | None = None,
         state: RecurrentState | None = None,
+        rotary: RotaryTables | None = None,
     ) -> Float[Tensor, "s B D"]:
         """Attend from every token to the keys that the mask allows.
 
@@ -96,10 +91,13 @@ class MaskedAttention(nn.Module):
                 earlier ones.
             memory: output of the encoder, this rank's tokens; only with ``is_cross``.
             state: keys and values of earlier tokens, or of the memory after the first call.
+            rotary: tables of this context rank's positions, without a state; None: no rotation.
         """
         if state is not None:
             return self.proj(state.run(partial(self._extended, mask=mask, memory=memory), x))
         q, k, v = self._heads(x, memory)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if self.recompute_core and self.training:
             mixed = recompute(self._core, q, k, v, mask, streams=self.streams)
         else:

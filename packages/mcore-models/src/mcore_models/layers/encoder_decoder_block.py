@@ -4,16 +4,18 @@ Norms come before each half (Megatron's BERT, T5) or after it (BERT as published
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_models.encoder_config import T5Config, feed_forward
+from mcore_models.kernels.rope import RotaryTables
+from mcore_models.layer_patterns import is_local
 from mcore_models.layers.encoder_decoder_attention import MaskedAttention
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.mixers import MIXERS
+from mcore_models.layers.mixers import build_mlp, feed_forward_network
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.residual import (
     Residual,
@@ -21,7 +23,6 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
-from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import ModelState
 from mcore_parallel.autograd.recomputing import recompute
 
@@ -32,6 +33,12 @@ class MaskedInputs:
 
     mask: Tensor | None = None
     """Mask of attention among the stack's own tokens, see ``MaskedAttention``."""
+    rotary: RotaryTables | None = None
+    """Rotary tables of the stack's own tokens; None: no rotation."""
+    local_mask: Tensor | None = None
+    """``mask`` of layers with a window."""
+    local_rotary: RotaryTables | None = None
+    """``rotary`` of layers with a window; None: as in other layers."""
     memory: Tensor | None = None
     """Output of the encoder; None in an encoder."""
     memory_mask: Tensor | None = None
@@ -80,7 +87,11 @@ class MaskedBlock(ResidualBlock):
         self.mlp = _build_mlp(setup)
         self.is_decoder, self.layer = is_decoder, setup.layer
         self.norms_sums = post_norm
+        self.is_local = is_local(config, setup.layer)
         for name in self._mixers(MaskedInputs()):
+            if name == "attention" and config.embedding_layernorm and setup.layer == 0:
+                self.attention_norm = nn.Identity()  # the stream is normed already
+                continue
             norm = stream_norm(config, ctx, **setup.factory_kwargs)
             self.add_module(f"{name}_post_norm" if post_norm else f"{name}_norm", norm)
 
@@ -117,8 +128,11 @@ class MaskedBlock(ResidualBlock):
         own, other = (
             inputs.state and inputs.state.layer(2 * self.layer + place) for place in (0, 1)
         )
+        mask, rotary = inputs.mask, inputs.rotary
+        if self.is_local:
+            mask, rotary = inputs.local_mask, inputs.local_rotary or rotary
         mixers: dict[str, Any] = {
-            "attention": partial(self.attention, mask=inputs.mask, state=own)
+            "attention": partial(self.attention, mask=mask, state=own, rotary=rotary)
         }
         if self.is_decoder:
             mixers["cross_attention"] = partial(
@@ -127,19 +141,10 @@ class MaskedBlock(ResidualBlock):
         return mixers | {"mlp": self.mlp}
 
 
-def _build_mlp(setup: LayerSetup) -> Any:
+def _build_mlp(setup: LayerSetup) -> MLP:
     """Build the feed-forward layer: of a T5 by ``--feed-forward-proj``."""
-    config = setup.config
-    if not isinstance(config, T5Config):
-        return MIXERS["mlp"].build(setup)
-    is_gated, activation = feed_forward(config)
-    return MLP(
-        config.hidden_size,
-        ffn_size(config),
-        gated=is_gated,
-        activation=activation,
-        bias=config.add_bias_linear,
-        recompute_activation="mlp_act" in setup.recomputed,
-        gemms=setup.gemms,
-        **setup.split,
-    )
+    network = feed_forward_network(setup, recomputed_as="mlp_act")
+    if isinstance(setup.config, T5Config):
+        is_gated, activation = feed_forward(setup.config)
+        network = replace(network, gated=is_gated, activation=activation)
+    return build_mlp(setup, network)

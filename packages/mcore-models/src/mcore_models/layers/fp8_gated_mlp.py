@@ -6,7 +6,6 @@ and casts the result, with equal bits.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from mcore_models.kernels.gated_fp8 import cast_gated, largest_gated
 from mcore_models.layers.mlp import MLP
+from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.kernels.gate import KINDS, gated
 from mcore_parallel.kernels.fp8_cast import Fp8
 from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.fp8 import Fp8Gemm
+from mcore_parallel.precision.fp8 import Fp8Gemm, LinearGemms
 from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor_parallel.linear_autograd import column_row_pair
@@ -32,12 +32,11 @@ class Fp8GatedMLP(MLP):
     """
 
     @classmethod
-    def supports(cls, **options: Any) -> bool:
-        """Whether an ``MLP`` with these options can be of this class."""
-        gemms = options["gemms"]
+    def supports(cls, network: ExpertNetwork, gemms: LinearGemms) -> bool:
+        """Whether an ``MLP`` of this network and these GEMMs can be of this class."""
         is_fp8 = isinstance(gemms.column, Fp8Gemm) and isinstance(gemms.row, Fp8Gemm)
-        is_plain = not (options["bias"] or options["clamp"] or options["offset"])
-        return is_fp8 and is_plain and options["gated"] and options["activation"] in KINDS
+        is_plain = not (network.bias or network.clamp or network.offset)
+        return is_fp8 and is_plain and network.gated and network.activation in KINDS
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
@@ -48,10 +47,10 @@ class Fp8GatedMLP(MLP):
             x,
             (self.fc1.weight, self.fc2.weight),
             gemms,
-            partial(GatedCast, activation=self.activation),
+            partial(GatedCast, activation=self.network.activation),
             self.fc1.axis,
             self.fc1.sequence_parallel,
-            recompute_activation=self.recompute_activation and self.training,
+            recompute_activation=self.network.recompute_activation and self.training,
         )
 
     def _fused_gemms(self, x: Tensor) -> tuple[Fp8Gemm, Fp8Gemm] | None:

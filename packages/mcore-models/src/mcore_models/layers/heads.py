@@ -58,7 +58,9 @@ class MaskedTokenHead(nn.Module):
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         D = config.hidden_size
         cut: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
-        self.dense = ReplicatedLinear(D, D, bias=True, **cut, **factory_kwargs)
+        self.dense = ReplicatedLinear(
+            D, D, bias=config.add_bias_linear, **cut, **factory_kwargs
+        )
         partial = axis if sequence_parallel else SINGLE
         self.norm = build_norm(config, D, replicas=axis, partial=partial, **factory_kwargs)
         self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))

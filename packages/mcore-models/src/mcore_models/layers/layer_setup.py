@@ -1,6 +1,6 @@
-"""Arguments of the modules of one layer, as one object."""
+"""Arguments of a model's modules as objects: how a model computes, and one layer's setup."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,12 +14,38 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
 
 _NO_EXPERTS, _KEEP_ALL, _ANY_KERNELS = MoEConfig(), RecomputeConfig(), KernelConfig()
 
 Parts = Mapping[str, Callable[["LayerSetup"], nn.Module]]
 """Builders of mixers that replace the one of that name."""
 NO_PARTS: Parts = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How a model computes what its config describes."""
+
+    recomputing: RecomputeConfig = _KEEP_ALL
+    """What backward recomputes."""
+    kernels: KernelConfig = _ANY_KERNELS
+    """Kernels of the computation."""
+    gemms: Sequence[LinearGemms] = ()
+    """GEMMs of every layer, by global number (``layer_gemms``); empty: GEMMs in the model's
+    dtype."""
+    parts: Parts = field(default_factory=lambda: NO_PARTS)
+    """Modules in place of mixers of a GPT, see ``TransformerBlock``."""
+    streams: RngStreams | None = None
+    """Random streams; None: made from the model's seed. Chunks of one rank share them."""
+
+
+PLAIN_EXECUTION = Execution()
+"""Nothing is recomputed, any kernel, GEMMs in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +84,20 @@ class LayerSetup:
         """Keyword arguments of split linears whose weights the model fills."""
         cut = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
         return {**cut, "init_std": 0.0, **self.factory_kwargs}
+
+    def column_linear(
+        self, in_features: int, outputs: int | Sequence[Output], *, bias: bool = False
+    ) -> ColumnParallelLinear:
+        """Build a linear whose outputs are split over the tensor ranks, with zero weights."""
+        gemm = self.gemms.column
+        return ColumnParallelLinear(in_features, outputs, bias=bias, gemm=gemm, **self.split)
+
+    def row_linear(
+        self, in_features: int, out_features: int, *, bias: bool = False
+    ) -> RowParallelLinear:
+        """Build a linear whose inputs are split over the tensor ranks, with zero weights."""
+        gemm = self.gemms.row
+        return RowParallelLinear(in_features, out_features, bias=bias, gemm=gemm, **self.split)
 
     @property
     def recomputed(self) -> frozenset[str]:

@@ -23,9 +23,9 @@ from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.short_conv import ShortConv
 from mcore_models.logical_tensors import ffn_size, is_gated
-from mcore_moe.expert_parallel import moe_axes
+from mcore_moe.axes import moe_axes
 from mcore_moe.experts.network import ExpertNetwork
-from mcore_moe.layer import MoELayer
+from mcore_moe.layer import MoELayer, MoERuntime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,25 +41,37 @@ class Mixer:
     """Its name among ``--recompute-modules``; empty: it cannot be recomputed completely."""
 
 
-def _build_mlp(setup: LayerSetup) -> MLP:
-    options: dict[str, Any] = {
-        "gemms": setup.gemms,
-        "gated": is_gated(setup.config),
-        "activation": activation(setup.config),
-        "bias": setup.config.add_bias_linear,
-        "clamp": setup.config.activation_func_clamp_value,
-        "offset": setup.config.glu_linear_offset,
-        "sequence_parallel": setup.sequence_parallel,
-        "init_std": 0.0,
-        **setup.factory_kwargs,
-    }
-    kind = Fp8GatedMLP if Fp8GatedMLP.supports(**options) else MLP
+def build_mlp(setup: LayerSetup, network: ExpertNetwork | None = None) -> MLP:
+    """Build the dense feed-forward layer; ``network`` replaces the one of the config."""
+    network = network or feed_forward_network(setup, recomputed_as="mlp_act")
+    kind = Fp8GatedMLP if Fp8GatedMLP.supports(network, setup.gemms) else MLP
     return kind(
         setup.config.hidden_size,
         ffn_size(setup.config),
+        network,
         axis=setup.ctx.tp,
-        recompute_activation="mlp_act" in setup.recomputed,
-        **options,
+        sequence_parallel=setup.sequence_parallel,
+        gemms=setup.gemms,
+        **setup.factory_kwargs,
+    )
+
+
+def feed_forward_network(setup: LayerSetup, recomputed_as: str) -> ExpertNetwork:
+    """Return the network of the dense layer, or of each expert, without initial weights.
+
+    Args:
+        setup: of the layer.
+        recomputed_as: name of the activation among ``--recompute-modules``.
+    """
+    config = setup.config
+    return ExpertNetwork(
+        gated=is_gated(config),
+        activation=activation(config),
+        bias=config.add_bias_linear,
+        clamp=config.activation_func_clamp_value,
+        offset=config.glu_linear_offset,
+        init_std=0.0,
+        recompute_activation=recomputed_as in setup.recomputed,
     )
 
 
@@ -67,27 +79,18 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
     # --moe-experts-dtype applies in the layers whose linears run in fp8: the first and last
     # layers may be excluded from fp8.
     is_narrow = setup.moe.moe_experts_dtype and setup.gemms.casts is not None
-    moe = setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype="")
-    network = ExpertNetwork(
-        gated=is_gated(setup.config),
-        activation=activation(setup.config),
-        bias=setup.config.add_bias_linear,
-        clamp=setup.config.activation_func_clamp_value,
-        offset=setup.config.glu_linear_offset,
-        init_std=0.0,
-        recompute_activation="moe_act" in setup.recomputed,
-    )
     return MoELayer(
         setup.config.hidden_size,
         ffn_size(setup.config),
-        moe,
-        network,
+        setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype=""),
+        feed_forward_network(setup, recomputed_as="moe_act"),
         axes=moe_axes(setup.ctx),
-        sequence_parallel=setup.sequence_parallel,
-        streams=setup.streams,
-        recompute_shared="shared_experts" in setup.recomputed,
-        equal_tokens=True,
-        fp8_casts=setup.gemms.casts,
+        runtime=MoERuntime(
+            streams=setup.streams,
+            fp8_casts=setup.gemms.casts,
+            equal_tokens=True,
+            recompute_shared="shared_experts" in setup.recomputed,
+        ),
         **setup.factory_kwargs,
     )
 
@@ -104,7 +107,7 @@ def _run_experts(moe: MoELayer, _: BlockInputs, x: Tensor) -> tuple[Tensor, Tens
 MIXERS: Mapping[str, Mixer] = {
     "attention": Mixer(build=Attention),
     "mla": Mixer(build=LatentAttention),
-    "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
+    "mlp": Mixer(build=build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
     "mamba": Mixer(build=Mamba),
     "delta_net": Mixer(build=DeltaNet),

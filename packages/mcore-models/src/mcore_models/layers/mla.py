@@ -58,7 +58,6 @@ from mcore_parallel.context_parallel.ring_attention import (
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, as in DeepSeek's release, whatever other norms
@@ -154,29 +153,24 @@ class LatentAttention(nn.Module):
         R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_sizes = (config.qk_head_dim, rotated)
         self.score_factor = _score_factor(config)
-        factory_kwargs, cut = (
-            setup.factory_kwargs,
-            {"sequence_parallel": self.sequence_parallel},
-        )
-        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **factory_kwargs}
-        up: dict[str, Any] = {"gemm": setup.gemms.column, **setup.split}
+        factory_kwargs = setup.factory_kwargs
+        whole: dict[str, Any] = {
+            "axis": ctx.tp,
+            "sequence_parallel": self.sequence_parallel,
+            **factory_kwargs,
+        }
         queries = N * sum(self.key_sizes)
         if config.q_lora_rank:
             self.q_down = ReplicatedLinear(D, config.q_lora_rank, **whole)
             self.q_norm = self._norm(config.q_lora_rank, factory_kwargs)
-            self.q_up = ColumnParallelLinear(config.q_lora_rank, queries, **up)
+            self.q_up = setup.column_linear(config.q_lora_rank, queries)
         else:
-            self.q = ColumnParallelLinear(D, queries, **up)
+            self.q = setup.column_linear(D, queries)
         self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
         self.kv_norm = self._norm(R, factory_kwargs)
-        self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
+        self.kv_up = setup.column_linear(R, N * (config.qk_head_dim + config.v_head_dim))
         self.indexer = Indexer(setup) if config.dsa_indexer_topk else None
-        row: dict[str, Any] = {
-            "bias": config.add_bias_linear,
-            "gemm": setup.gemms.row,
-            **setup.split,
-        }
-        self.proj = RowParallelLinear(N * config.v_head_dim, D, **row)
+        self.proj = setup.row_linear(N * config.v_head_dim, D, bias=config.add_bias_linear)
 
     def _norm(self, size: int, factory_kwargs: dict[str, Any]) -> RMSNorm | None:
         """Build the norm of a latent vector, or return None if the model has none."""

@@ -32,6 +32,8 @@ def attach_adapters(
 ) -> None:
     """Freeze a model, or one of its stages, and attach adapters to its linears, in place.
 
+    Tables of ``modules_to_save`` are not frozen.
+
     The model's function is unchanged: B is zero. A is drawn from U(-1, 1) / sqrt(width), equal
     under every layout. With ``dora`` the lengths of rows are all-reduced over the ranks that
     share columns, for weights that are filled already; call ``start_magnitudes`` after others
@@ -56,6 +58,9 @@ def attach_adapters(
             _attach(module, path, config, streams)
         elif isinstance(module, Experts):
             _attach_to_experts(module, path, config, streams)
+    for named in named_parameters(model):
+        if all(part.name in config.tables for part in named.layout.parts):
+            named.parameter.requires_grad_(True)
     _fill(model, seed)
     start_magnitudes(model)
 

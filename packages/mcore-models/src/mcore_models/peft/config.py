@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from mcore_base.options import Because, Options, Rule, option
+from mcore_models.parameter_kinds import tensor_kind
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers except routed experts."""
@@ -38,10 +39,16 @@ OTHER_WORDS: Mapping[str, str] = {
     "linear_proj": "proj",
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
 }
 """Names of Hugging Face and Megatron, and ours."""
 
-_NO_LINEARS = (".router.weight", ".conv1d.weight", ".token_gate.weight")
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("embedding.weight",),
+    "head": ("head.weight", "lm_head.bias"),
+}
+"""Choices of --modules-to-save, and their logical tensors, of which a model may lack some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +84,10 @@ class PeftConfig(Options):
     )
     """Probability of dropping an element of an adapter's input, 0 to below 1."""
 
+    modules_to_save: tuple[str, ...] = option((), part_of={"peft": ("lora", "dora")})
+    """Tables that are trained whole beside the adapters and saved with them, as for new tokens:
+    embedding (embed_tokens), head (lm_head). A head that is tied is the embedding."""
+
     peft_base_bits: int = option(
         0,
         part_of={"peft": ("lora", "dora")},
@@ -104,6 +115,19 @@ class PeftConfig(Options):
             "--lora-target-modules names no linear: give at least one.",
         ),
         Rule(
+            ("modules_to_save",),
+            lambda v: any(
+                OTHER_WORDS.get(name, name) not in TABLES for name in v.modules_to_save
+            ),
+            "--modules-to-save {modules_to_save}: use embedding, head, or both.",
+        ),
+        Rule(
+            ("modules_to_save", "is_fully_sharded"),
+            lambda v: v.modules_to_save and v.is_fully_sharded,
+            "--modules-to-save {modules_to_save} excludes gathering rows by layers: use "
+            "--use-distributed-optimizer.",
+        ),
+        Rule(
             ("peft_base_bits", "is_fully_sharded"),
             lambda v: v.peft_base_bits and v.is_fully_sharded,
             "--peft-base-bits {peft_base_bits} excludes gathering rows by layers: use "
@@ -115,6 +139,16 @@ class PeftConfig(Options):
     def scale(self) -> float:
         """Factor of the adapters' output."""
         return self.lora_alpha / self.lora_dim
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Logical tensors that are trained whole, of which a model may lack some."""
+        chosen = (TABLES[OTHER_WORDS.get(name, name)] for name in self.modules_to_save)
+        return tuple(tensor for tensors in chosen for tensor in tensors)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a logical tensor is trained: an adapter's, or a table of modules_to_save."""
+        return is_adapter(name) or name.removeprefix("model.") in self.tables
 
     def is_target(self, name: str) -> bool:
         """Whether a linear gets an adapter."""
@@ -142,18 +176,16 @@ def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
-        if "blocks" in name.split(".")
-        and name.endswith(".weight")
-        and len(shape) == 2
-        and not name.endswith(_NO_LINEARS)
+        if "blocks" in name.split(".") and tensor_kind(name, shape) == "matrix"
     ]
 
 
 def adapter_shapes(
     config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """List the adapters' tensors of a model with these tensors."""
-    found: dict[str, tuple[int, ...]] = {}
+    """List the trained tensors of a model with these tensors: of adapters, and whole tables."""
+    tables = config.tables if config.peft != "none" else ()
+    found = {name: shapes[name] for name in tables if name in shapes}
     for name in filter(config.is_target, linears(shapes) if config.peft != "none" else ()):
         rows, columns = shapes[f"{name}.weight"]
         found |= {

@@ -1,35 +1,57 @@
-"""Memory of a rank that trains adapters: weights of the base, training state of adapters."""
+"""Memory of the fullest rank of a run, with or without adapters of a frozen base."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from mcore_models.flops import RankBytes
-from mcore_models.peft.config import BLOCK, PeftConfig, adapter_shapes, linears
+from mcore_models.flops import RankBytes, rank_bytes
+from mcore_models.memory_changes import OptimizerChoice
+from mcore_models.peft.config import BLOCK, adapter_shapes, linears
 from mcore_parallel.offloading.config import OffloadConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def trained_bytes(
-    estimate: Callable[[Shapes, OffloadConfig, int], RankBytes],
+def run_bytes(
+    run: Any,
     shapes: Shapes,
-    config: PeftConfig,
-    offload: OffloadConfig,
     *,
+    optimizer: OptimizerChoice,
     layers: int,
-    weight_bytes: int,
+    **sizes: int,
 ) -> RankBytes:
-    """Estimate the rank that needs most, with gradients and optimizer state of adapters only.
+    """Estimate the rank of a run that needs most.
+
+    With adapters, gradients and optimizer state are those of the adapters alone.
 
     Args:
-        estimate: ``rank_bytes`` for a model with given tensors, offloading and
-            ``widened_bytes``.
+        run: any object with the options of a run by concept, as ``TrainConfig`` has them:
+            ``model``, ``experts``, ``parallelism``, ``offloading``, ``peft`` and others.
         shapes: of the model's tensors.
-        config: adapters and their base.
-        offload: state in host memory.
+        optimizer: decides the state of weights and matrices.
         layers: layers of a pipeline rank.
-        weight_bytes: bytes of a parameter that is not quantized.
+        sizes: ``vocab_size``, ``world_size``, ``seq_length``, ``decoder_seq_length``,
+            ``micro_batch_size``, ``num_microbatches`` and ``weight_bytes`` of ``rank_bytes``.
     """
+
+    def estimate(shapes: Shapes, offload: OffloadConfig, widened_bytes: int) -> RankBytes:
+        return rank_bytes(
+            run.model,
+            parallel=run.parallelism,
+            moe=run.experts,
+            recomputing=run.recomputation,
+            data_parallel=run.data_parallelism,
+            optimizer=optimizer,
+            main_weights=run.main_weights,
+            offload=offload,
+            pipeline=run.pipeline,
+            fp8=run.fp8,
+            widened_bytes=widened_bytes,
+            shapes_of=lambda *_: dict(shapes),
+            **sizes,
+        )
+
+    config, offload = run.peft, run.offloading
     adapters = adapter_shapes(config, shapes)
     if not adapters:
         return estimate(shapes, offload, 0)
@@ -41,6 +63,8 @@ def trained_bytes(
     )
     of_adapters = replace(offload, cpu_offloading=False, cpu_offloading_num_layers=0)
     saved = widened = 0
+    if tables := {name: shapes[name] for name in config.tables if name in shapes}:
+        saved = estimate(tables, OffloadConfig(), 0).weights  # counted in both estimates
     if config.peft_base_bits:
         rounded = {
             f"{name}.weight": shapes[f"{name}.weight"]
@@ -48,9 +72,9 @@ def trained_bytes(
             if config.is_target(name) or ".experts." in name
         }
         wide = estimate(rounded, OffloadConfig(), 0).weights
-        held = (config.peft_base_bits / 8 + 4 / BLOCK) / weight_bytes
+        held = (config.peft_base_bits / 8 + 4 / BLOCK) / sizes["weight_bytes"]
         # At most one layer's weights are dequantized at a time.
-        saved, widened = int(wide * (1 - held)), wide // layers
+        saved, widened = saved + int(wide * (1 - held)), wide // layers
     frozen, trained = estimate(shapes, of_base, widened), estimate(adapters, of_adapters, 0)
     return replace(
         trained,

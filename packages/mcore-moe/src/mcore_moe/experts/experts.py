@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_moe.experts.fp8_rows import fp8_linear
@@ -32,7 +33,7 @@ from mcore_moe.kernels.gate import weighted_gated
 from mcore_parallel.autograd.functions import cast_factor
 from mcore_parallel.autograd.grad_slot import grad_slot, overwrites, slot_of
 from mcore_parallel.autograd.recomputing import recompute_between
-from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import ParamLayout, Part, named_parameters
@@ -75,8 +76,7 @@ class Experts(nn.Module):
         config: MoEConfig,
         network: ExpertNetwork = DEFAULT_NETWORK,
         *,
-        ep: Axis = SINGLE,
-        expert_tp: Axis = SINGLE,
+        axes: MoEAxes = ONE_RANK,
         fp8_casts: WeightCasts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -91,8 +91,8 @@ class Experts(nn.Module):
                 above 1 the owner of the main gradients calls ``GradSlot.end_backward``, as
                 ``DataParallel`` does.
             network: of each expert.
-            ep: ranks that share the experts.
-            expert_tp: ranks that share each expert's matrices.
+            axes: ranks that share the experts (``ep``) and each expert's matrices
+                (``expert_tp``).
             fp8_casts: multiply in fp8, and keep casts of weights there; None: multiply in the
                 dtype of the weights.
             device: of the parameters.
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             ValueError: if the experts do not divide over ``ep``, or F over ``expert_tp``.
         """
         super().__init__()
-        num_experts = config.num_experts
+        num_experts, ep, expert_tp = config.num_experts, axes.ep, axes.expert_tp
         _check_divides("--num-experts", num_experts, "--expert-model-parallel-size", ep)
         flag = "--expert-tensor-parallel-size"
         _check_divides("--moe-ffn-hidden-size", ffn_hidden_size, flag, expert_tp)

@@ -1,37 +1,38 @@
-"""The shape of one expert: activation, gate, biases and initialisation, as frozen data."""
+"""A feed-forward network: activation, gate, biases and initialisation, as frozen data."""
 
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.activations import activation_function
+from mcore_moe.activations import LEARNED, activation_function
 from mcore_moe.kernels.gate import gated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertNetwork:
-    """The feed-forward network that each expert computes."""
+    """The feed-forward network of each expert; the dense layers of mcore-models too."""
 
     gated: bool = True
     """Whether fc1 gives a gate and an up-projection."""
     activation: str = "silu"
-    """A key of ``activations.ACTIVATIONS``."""
+    """A key of ``activations.ACTIVATIONS``; in dense layers also one of ``LEARNED``."""
     bias: bool = False
-    """Whether both GEMMs of routed experts have a bias; a shared expert has none."""
+    """Whether both GEMMs have a bias; a shared expert has none in any case."""
     clamp: float = 0.0
     """Bound of gates and up-projections, see ``kernels.gate.gated``; 0: none."""
     offset: float = 0.0
     """Added to up-projections."""
     init_std: float = 0.02
-    """Of fc1, router and latent projections; 0.0 leaves zeros and draws no numbers."""
+    """Of fc1, and of router and latent projections; 0.0 leaves zeros and draws no numbers."""
     output_std: float | None = None
     """Of fc2; None: ``init_std``."""
     recompute_activation: bool = False
-    """Whether backward of routed experts computes the input of fc2 again."""
+    """Whether backward computes the input of fc2 again; a shared expert's is kept."""
 
     def __post_init__(self) -> None:
-        activation_function(self.activation)  # raises ValueError for an unknown name
+        if self.activation not in LEARNED:
+            activation_function(self.activation)  # raises ValueError for an unknown name
 
     @property
     def fc2_std(self) -> float:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
@@ -33,8 +34,7 @@ class SharedExpert(nn.Module):
         ffn_hidden_size: int,
         network: ExpertNetwork = DEFAULT_NETWORK,
         *,
-        tp: Axis = SINGLE,
-        sequence_parallel: bool = False,
+        axes: MoEAxes = ONE_RANK,
         has_token_gate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -45,8 +45,7 @@ class SharedExpert(nn.Module):
             hidden_size: D.
             ffn_hidden_size: F.
             network: activation, gate and initialisation; there are no biases.
-            tp: ranks that share F.
-            sequence_parallel: whether tokens are cut over ``tp``.
+            axes: ranks that share F (``tp``), and whether they share the tokens.
             has_token_gate: multiply the output by a learned sigmoid of the token.
             device: of the parameters.
             dtype: of the parameters.
@@ -54,8 +53,8 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.network = network
         factory_kwargs = {
-            "axis": tp,
-            "sequence_parallel": sequence_parallel,
+            "axis": axes.tp,
+            "sequence_parallel": axes.sequence_parallel,
             "device": device,
             "dtype": dtype,
         }

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.config import MoEConfig
 from mcore_moe.routing.load_balancing import (
     aux_loss,
@@ -34,7 +35,6 @@ from mcore_moe.routing.topk import (
 from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.dtensors import is_dtensor
-from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_
 from mcore_parallel.sharding import ParamLayout, whole
 
@@ -70,9 +70,7 @@ class Router(nn.Module):
         hidden_size: int,
         config: MoEConfig,
         *,
-        tp: Axis = SINGLE,
-        cp_tp: Axis = SINGLE,
-        dp_cp_tp: Axis = SINGLE,
+        axes: MoEAxes = ONE_RANK,
         streams: RngStreams | None = None,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
@@ -83,9 +81,8 @@ class Router(nn.Module):
         Args:
             hidden_size: D.
             config: options of routing and balance.
-            tp: ranks that hold the weight and have different tokens.
-            cp_tp: ranks that share a micro-batch.
-            dp_cp_tp: ranks that share a step's batch.
+            axes: ranks that hold the weight (``tp``; each routes other tokens), that share a
+                micro-batch (``cp_tp``) and a step's batch (``dp_cp_tp``).
             streams: source of jitter, different on every rank; None: torch's default
                 generator, which the caller then seeds.
             init_std: of the weight; 0 leaves zeros and draws nothing.
@@ -94,7 +91,7 @@ class Router(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.tp, self.cp_tp, self.dp_cp_tp = tp, cp_tp, dp_cp_tp
+        self.tp, self.cp_tp, self.dp_cp_tp = axes.tp, axes.cp_tp, axes.dp_cp_tp
         self.streams = streams
         self.init_std = init_std
         shape = (config.num_experts, hidden_size)

@@ -32,11 +32,11 @@ def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Te
 
     Args:
         logits: of the router.
-        score_function: ``softmax`` (rows sum to 1), ``sigmoid`` or ``sqrtsoftplus`` (each
-            expert on its own).
+        score_function: ``softmax`` or ``sparsemixer`` (rows sum to 1), ``sigmoid`` or
+            ``sqrtsoftplus`` (each expert on its own).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if score_function == "softmax":
+    if score_function in ("softmax", "sparsemixer"):
         return logits.softmax(-1)
     if score_function == "sigmoid":
         return logits.sigmoid()
@@ -62,6 +62,11 @@ def route(
         Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
         and groups: DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, arXiv:2412.19437.
     """
+    if config.moe_router_score_function == "sparsemixer":
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        ids = top_experts(scores, 2) if ids is None else ids
+        probs = _sparse_mixer_weights(scores, ids, config.moe_router_sparsemixer_eps)
+        return Routing(ids, scaled(probs, config))
     softmax_after = (
         config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
     )
@@ -138,6 +143,27 @@ def limited(
         )
         keep = fits if keep is None else fits & keep
     return replace(routing, keep=keep)
+
+
+def _sparse_mixer_weights(
+    scores: Float[Tensor, "T E"], ids: Int[Tensor, "T 2"], eps: float
+) -> Float[Tensor, "T 2"]:
+    """Return the weights of the best expert, and of the best of the others.
+
+    Each is a share of a softmax over the experts whose scores are near the best one's. Phi-3.5
+    also samples experts in training, for which there is no equivalent here.
+
+    Reference:
+        Liu et al. 2024, GRIN, arXiv:2409.12136, section 2.2 (SparseMixer-v2).
+    """
+    others = scores.scatter(1, ids[:, :1], float("-inf"))
+    weights = []
+    for place, candidates in enumerate((scores, others)):
+        best = candidates.detach().amax(-1, keepdim=True)
+        difference = (best - scores.detach()) / scores.detach().abs().maximum(best)
+        near = candidates.masked_fill(difference > 2 * eps, float("-inf"))
+        weights.append(near.softmax(-1).gather(1, ids[:, place : place + 1]))
+    return torch.cat(weights, 1)
 
 
 def _choose(scores: Tensor, config: MoEConfig) -> Tensor:

@@ -17,6 +17,7 @@ Reference:
     arXiv:1812.06162.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -90,9 +91,16 @@ class GradientNoise:
         self._data_parallel.before_sum = self._before_sum
         return None
 
-    def take(self) -> NoiseSquares | None:
-        """Return what the step gave, after ``finish``; None if its batch has one part alone."""
+    def end(self) -> None:
+        """Read no more gradients of this step."""
         self._data_parallel.before_sum = None
+
+    def take(self) -> NoiseSquares | None:
+        """Return the squares of the step measured last; None if its batch has one part alone.
+
+        Call it after ``finish``. A CUDA graph that was captured while a step was measured sets
+        the squares of its parts anew in each replay.
+        """
         data = self._data_parallel.ctx.dp_cp
         num_parts = self._num_microbatches * data.size
         if num_parts < 2 or not self._parts:
@@ -124,11 +132,14 @@ class GradientNoise:
 
 def _squares(gradients: Sequence[tuple[NamedParameter, Tensor]]) -> Float[Tensor, ""]:
     """Add up squares; what several tensor ranks hold counts once over all of them."""
-    views = [view for _, view in gradients if view.numel()]
-    if not views:
-        return torch.zeros((), dtype=torch.float64)
-    shares = [held_share(named.layout) for named, view in gradients if view.numel()]
-    wide = torch.promote_types(views[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double()
-    weights = norms.new_tensor(shares)
-    return (norms.square() * weights).sum()
+    by_share: dict[float, list[Tensor]] = defaultdict(list)
+    for named, gradient in gradients:
+        if gradient.numel():
+            by_share[held_share(named.layout)].append(gradient)
+    total = torch.zeros((), dtype=torch.float64)
+    # Shares stay numbers of the host: a tensor of them could not be copied inside a CUDA graph.
+    for share, views in by_share.items():
+        wide = torch.promote_types(views[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double()
+        total = norms.square().sum() * share + total
+    return total

@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,11 @@ FLIGHT_RECORDER = {
 }
 """Environment of process groups: each rank remembers its last collectives, and nccl writes
 them to a file on a timeout."""
+KERNEL_CACHES = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4",
+    "QUACK_CACHE_DIR": "quack",
+}
+"""Environment variables with the folders of compiled CuTe kernels, and the folders' names."""
 FLIGHT_RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variable of torch's: file of a rank's last collectives, without its number."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -153,6 +159,7 @@ def initialize(
             )
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
+        keep_compiled_kernels()
     else:
         device = torch.device("cpu")
     if env.is_launched and not dist.is_initialized():
@@ -172,6 +179,22 @@ def initialize(
         )
         wait_for_all()
     return device
+
+
+def keep_compiled_kernels() -> None:
+    """Let CuTe's kernels be compiled once a host, not once a process: set their folders.
+
+    flash-attn-4 keeps none by default. The packages name files by versions and sources, and
+    lock them. Their own default folder takes a user name, which a container's user may lack.
+    Settings that exist are kept.
+    """
+    folder = Path(tempfile.gettempdir()) / f"mcore-kernels-{os.getuid()}"
+    with suppress(OSError):  # without the folder, each process compiles
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid == os.getuid():  # else another user could plant code
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            for name, package in KERNEL_CACHES.items():
+                os.environ.setdefault(name, str(folder / package))
 
 
 def dump_flight_recorder(rank: int) -> str:
@@ -330,11 +353,6 @@ def num_cores() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
-
-
-def python_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs ``python -m module arguments`` with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
 
 
 def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:

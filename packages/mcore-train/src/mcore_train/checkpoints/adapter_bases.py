@@ -17,7 +17,7 @@ from mcore_models.config import config_to_dict
 from mcore_models.layer_patterns import layers_skip, without_stage_marks
 from mcore_models.logical_tensors import moe_layers
 from mcore_models.peft.attaching import start_magnitudes
-from mcore_models.peft.config import is_adapter
+from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.peft.quantized_base import quantize_base
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Origin, Run
@@ -55,9 +55,9 @@ def model_shards(run: Run) -> dict[str, Shard]:
 
 def saved_weights(run: Run) -> dict[str, Shard]:
     """Describe the weights that a checkpoint of the run holds: without those of its base."""
-    shards = model_shards(run)
+    shards, peft = model_shards(run), run.plan.config.peft
     return (
-        {n: s for n, s in shards.items() if is_adapter(n)}
+        {n: s for n, s in shards.items() if peft.is_trained(n)}
         if run.origin.adapter_base
         else shards
     )
@@ -77,7 +77,7 @@ def load_base(run: Run, folder: Path | None) -> Origin:
             ``--peft-base-bits`` would lose what the run has to save.
     """
     config = run.plan.config
-    base = _base_folder(config, folder)
+    base = base_folder(config, folder)
     if base is None:
         if bits := config.peft.peft_base_bits:
             raise ValueError(
@@ -144,6 +144,8 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
                 "whole model first (mcore-ckpt convert)."
             )
         return
+    # Checkpoints before --modules-to-save lack it.
+    saved = {**config_to_dict(PeftConfig()), **saved}
     different = [
         f"{flag(name)} {saved[name]} there, {value} here"
         for name, value in here.items()
@@ -156,7 +158,7 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
         )
 
 
-def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
+def base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
     """Find the folder of the weights that the run does not save; None: it saves all."""
     named = config.loading.pretrained_checkpoint
     has_adapters = config.peft.peft != "none"

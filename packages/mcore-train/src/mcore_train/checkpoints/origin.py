@@ -178,10 +178,12 @@ def checkpoint_fields(
         return {}
     extra = checkpoint_extra(folder)
     table = model_fields(extra.get("model", {}), config_type)
-    if is_hf_folder(folder) and not _has_balancing_loss(folder):
+    adapter = dict(extra.get(ADAPTER, {}))
+    base = adapter.pop("base", "")
+    described_in = as_path(base) if is_hf_folder(folder) and base else folder
+    if is_hf_folder(described_in) and not _has_balancing_loss(described_in):
         table.pop("moe_aux_loss_coeff", None)
-    if adapter := dict(extra.get(ADAPTER, {})):
-        base = adapter.pop("base")
+    if adapter:
         table |= adapter | ({"pretrained_checkpoint": base} if base else {})
     if is_hf_folder(folder) and any((folder / name).is_file() for name in TOKENIZERS):
         table["tokenizer_model"] = str(folder)

@@ -9,7 +9,6 @@ the data is that number alone.
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -40,6 +39,7 @@ from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.batches.datasets import num_samples
 from mcore_train.checkpoints.adapter_bases import (
+    base_folder,
     check_adapter,
     check_model,
     describe_adapter,
@@ -70,7 +70,7 @@ from mcore_train.checkpoints.side_state import (
 from mcore_train.composition import TrainConfig
 from mcore_train.config import RunConfig
 from mcore_train.options.recipe import changed_options, write_recipe
-from mcore_train.reporting.header import read_shares
+from mcore_train.reporting.header import StartClock, read_shares
 from mcore_train.resolution import Plan
 from mcore_train.updating.lr_schedule import (
     LRSchedule,
@@ -143,7 +143,12 @@ def save_run(run: Run) -> Path:
         )
 
 
-def build_run(plan: Plan, ctx: ParallelContext, tables: Tables | None = None) -> Run:
+def build_run(
+    plan: Plan,
+    ctx: ParallelContext,
+    tables: Tables | None = None,
+    start: StartClock | None = None,
+) -> Run:
     """Assemble a run on this rank and load what it continues from or starts with.
 
     All ranks call it with equal plans. Initial weights are drawn only if some of them stay:
@@ -153,29 +158,33 @@ def build_run(plan: Plan, ctx: ParallelContext, tables: Tables | None = None) ->
         plan: see ``assemble``.
         ctx: the layout's groups.
         tables: see ``assemble``.
+        start: takes the times of assembling and loading.
 
     Raises:
         ValueError: as ``assemble`` and ``load_run``.
         FileNotFoundError: as ``assemble``.
     """
-    began_s = time.monotonic()
+    start = start or StartClock(since_process_began=False)
     draws_weights = not _loads_all_weights(plan.config, ctx)
     run = assemble(plan, ctx, tables=tables, draws_weights=draws_weights)
     drawn = "initial weights drawn" if draws_weights else "no weights drawn: all are loaded"
-    log.info("assembled in %.1f s, %s", time.monotonic() - began_s, drawn)
-    return load_run(run)
+    if not draws_weights and plan.config.peft.peft != "none":
+        drawn = "no weights drawn but adapters: the others are loaded"
+    start.end("assembly")
+    log.info("assembled in %.1f s, %s", start.parts_s["assembly"], drawn)
+    run = load_run(run)
+    start.end("loading")
+    return run
 
 
 def _loads_all_weights(config: TrainConfig, ctx: ParallelContext) -> bool:
-    """Whether ``load_run`` sets every weight of the run, or raises."""
-    strictness = config.strictness
-    may_leave = (
-        strictness.on_missing != "raise" or strictness.dist_ckpt_shape_mismatch == "skip"
-    )
-    if may_leave or config.peft.peft != "none":
+    """Whether ``load_run`` sets every weight of the run but adapters, or raises."""
+    if config.strictness.may_leave_tensors:
         return False
     options = starting_point(config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if config.peft.peft != "none":
+        return base_folder(config, folder) is not None
     if folder is not None or config.loading.pretrained_checkpoint:
         return True
     return _open_local(config, ctx, folder) is not None

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.formats.safe_pickle import load_inert
-from mcore_models.flops import rank_bytes
 from mcore_train.assembly import Run
 from mcore_train.config import MemoryConfig
 from mcore_train.diagnosis.memory_mends import MemoryRecord, phase_of
-from mcore_train.pipeline_choice import optimizer_choice
+from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.resolution import Plan, layout_degrees
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ _LINES = {
     "workspace": r"cublas|cudnn|workspace|triton/|flash_attn|transformer_engine",
     "optimizer": r"mcore_parallel/optimizers/|torch/optim/|"
     r"/(?:distributed_optimizer|optimizer_segments)\.py",
-    "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded|sharded_parameter)\.py",
+    "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded)\.py",
     "buffers": r"torch/distributed/|"
     r"/(?:collectives|p2p|dispatch\w*)\.py",
     "activations": r"mcore_models/|mcore_moe/|mcore_parallel/|torch/nn/|torch/autograd/|"
@@ -194,24 +193,8 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
     config = plan.config
     if config.peft.peft != "none":
         return {}
-    estimate = rank_bytes(
-        config.model,
-        plan.vocab_size,
-        config.parallelism,
-        world_size=plan.world_size,
-        seq_length=config.batch.seq_length,
-        micro_batch_size=config.batch.micro_batch_size,
-        num_microbatches=plan.num_microbatches,
-        moe=config.experts,
-        recomputing=config.recomputation,
-        data_parallel=config.data_parallelism,
-        optimizer=optimizer_choice(config),
-        main_weights=config.main_weights,
-        offload=config.offloading,
-        pipeline=config.pipeline,
-        fp8=config.fp8,
-        weight_bytes=4 if plan.dtype == "float32" else 2,
-        shapes_of=plan.family.tensor_shapes,
+    estimate = estimate_memory(
+        config, plan.family, plan.world_size, plan.vocab_size, plan.num_microbatches
     )
     return {name: getattr(estimate, name) for name in PLANNED}
 

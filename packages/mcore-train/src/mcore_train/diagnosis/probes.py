@@ -298,11 +298,11 @@ def can_listen() -> str:
     return ""
 
 
-def shared_memory(path: str = "/dev/shm") -> dict[str, float]:
+def shared_memory() -> dict[str, float]:
     """Return size and free space of the file system for shared memory, in GiB."""
-    if not Path(path).is_dir():
+    if not Path("/dev/shm").is_dir():
         return {"size_gib": 0.0, "free_gib": 0.0}
-    usage = shutil.disk_usage(path)
+    usage = shutil.disk_usage("/dev/shm")
     return {"size_gib": usage.total / 2**30, "free_gib": usage.free / 2**30}
 
 

@@ -9,7 +9,8 @@ depend on data, and operations for which the host waits.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.step_clock import StepClock
+from mcore_parallel.step_clock import Span, StepClock
 from mcore_train.losses import StepLosses
 
 Compute = Callable[[Sequence[MicroBatch]], StepLosses]
@@ -47,6 +48,8 @@ class BackwardRecorder:
         streams: RngStreams,
         num_warmup_steps: int,
         clock: StepClock,
+        *,
+        is_timed: bool,
     ) -> None:
         """Begin without a graph.
 
@@ -55,15 +58,18 @@ class BackwardRecorder:
             streams: random streams that may be drawn from.
             num_warmup_steps: steps of equal shapes that come before recording: they compile,
                 choose algorithms and connect ranks.
-            clock: opens no spans while the graph is recorded.
+            clock: opens no spans in the graph of most steps.
+            is_timed: whether to record a second graph with the clock's spans, for the steps
+                that the clock records. It shares the first one's memory.
         """
         self._data_parallel, self._streams, self._clock = data_parallel, streams, clock
+        self._is_timed = is_timed
         self._num_warmup_steps = num_warmup_steps
         self._signature: Signature | None = None
         self._num_seen = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: _Graph | None = None
+        self._timed_graph: _Graph | None = None
         self._inputs: list[MicroBatch] = []
-        self._outputs: StepLosses | None = None
 
     @property
     def is_recorded(self) -> bool:
@@ -96,10 +102,13 @@ class BackwardRecorder:
             new = _tensors_of(batch)
             for name, tensor in _tensors_of(kept).items():
                 tensor.copy_(new[name], non_blocking=True)
-        assert self._graph is not None
-        assert self._outputs is not None
-        self._graph.replay()
-        return self._outputs.clone()
+        graph = self._graph
+        if self._clock.is_recording and self._timed_graph is not None:
+            graph = self._timed_graph
+            self._clock.add_replayed(graph.spans)
+        assert graph is not None
+        graph.recording.replay()
+        return graph.losses.clone()
 
     def __enter__(self) -> "BackwardRecorder":
         return self
@@ -108,10 +117,10 @@ class BackwardRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Free the graph and its memory, and begin to count warm-up steps again."""
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph, self._inputs, self._outputs = None, [], None
+        """Free the graphs and their memory, and begin to count warm-up steps again."""
+        for graph in filter(None, (self._graph, self._timed_graph)):
+            graph.recording.reset()
+        self._graph, self._timed_graph, self._inputs = None, None, []
         self._signature, self._num_seen = None, 0
 
     def _record(self, compute: Compute, batches: Sequence[MicroBatch]) -> None:
@@ -122,17 +131,34 @@ class BackwardRecorder:
                 "inside torch.cuda.stream(torch.cuda.Stream()), as joined_world does."
             )
         self._inputs = [_copy_of(batch) for batch in batches]
+        with self._clock.paused():
+            self._graph = self._capture(compute, stream, None, [])
+        if self._is_timed:
+            pool = self._graph.recording.pool()
+            with self._clock.capturing() as spans:
+                self._timed_graph = self._capture(compute, stream, pool, spans)
+
+    def _capture(
+        self, compute: Compute, stream: torch.cuda.Stream, pool: Any, spans: list[Span]
+    ) -> "_Graph":
         graph = torch.cuda.CUDAGraph()
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
         # Threads that read data or write checkpoints call CUDA during the capture.
-        # A graph cannot hold the events that the clock times spans by.
-        with (
-            self._clock.paused(),
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        with torch.cuda.graph(
+            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
         ):
-            self._outputs = compute(self._inputs)
-        self._graph = graph
+            losses = compute(self._inputs)
+        return _Graph(graph, losses, spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    recording: torch.cuda.CUDAGraph
+    losses: StepLosses
+    """Overwritten by each replay."""
+    spans: list[Span]
+    """Timed by each replay."""
 
 
 def _tensors_of(batch: MicroBatch) -> dict[str, Tensor]:

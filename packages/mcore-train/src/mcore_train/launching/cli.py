@@ -13,6 +13,7 @@ from mcore_train.launching.config import (
     ContainerConfig,
     JobConfig,
     KubernetesConfig,
+    LocalConfig,
     RayConfig,
     RestartConfig,
     SkyPilotConfig,
@@ -24,15 +25,22 @@ PROGRAM = "mcore-train launch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalOptions:
-    """Options of ``launch local``: the hosts of the job are processes here."""
+class LauncherOptions:
+    """Options of every launcher."""
 
     job: JobConfig = field(default_factory=JobConfig)
     restarts: RestartConfig = field(default_factory=RestartConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions(LocalOptions):
+class LocalOptions(LauncherOptions):
+    """Options of ``launch local``: the hosts of the job are processes here."""
+
+    local: LocalConfig = field(default_factory=LocalConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions(LauncherOptions):
     """Options of ``launch slurm``."""
 
     submission: SubmitConfig = field(default_factory=SubmitConfig)
@@ -41,7 +49,7 @@ class SlurmOptions(LocalOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions(LocalOptions):
+class KubernetesOptions(LauncherOptions):
     """Options of ``launch kubernetes``."""
 
     submission: SubmitConfig = field(default_factory=SubmitConfig)
@@ -57,7 +65,7 @@ class RayOptions(KubernetesOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SkyPilotOptions(LocalOptions):
+class SkyPilotOptions(LauncherOptions):
     """Options of ``launch skypilot``."""
 
     submission: SubmitConfig = field(default_factory=SubmitConfig)
@@ -135,7 +143,7 @@ def _render(verb: str, words: list[str]) -> int:
     if verb == "local":
         from mcore_train.launching.local import run_locally
 
-        return run_locally(job)
+        return run_locally(job, options.local.standby_after_s)
     rendered, submit = render(job, options)
     folder = Path(options.job.render_dir or f"launch/{options.job.job_name}")
     folder.mkdir(parents=True, exist_ok=True)

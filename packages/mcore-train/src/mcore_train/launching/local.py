@@ -9,15 +9,16 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from mcore_parallel.launch.launcher import free_port, num_cores
+from mcore_train.launching.config import TURN
 from mcore_train.launching.job import Job, host_script
 from mcore_train.launching.restarts import after_attempt
 
@@ -31,40 +32,77 @@ PEERS_S = 30.0
 GRACE_S = 10.0
 
 
-def run_locally(job: Job) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """The scripts of all hosts of one attempt."""
+
+    logs: Path
+    hosts: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def turn(self) -> Path:
+        """File that begins a standby."""
+        return self.logs.with_name(f"turn-of-{self.logs.name}")  # triage reads what is in it
+
+
+def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
     """Run a job's attempts on this host; return the job's exit code.
 
     SIGTERM and SIGINT let the ranks save and end, and the job is not restarted; a second
     SIGINT ends them at once.
+
+    Args:
+        job: to run.
+        standby_after_s: age of an attempt at which the next one is started, to wait; 0: none.
     """
     logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = replace(job, config=replace(job.config, preflight=False))  # it is one host
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    attempt, hosts = 0, job.config.nodes
+    number, num_hosts = 0, job.config.nodes
+    standby_after_s = standby_after_s if job.restarts.max_restarts else 0.0
+    standby: _Attempt | None = None
     with _Signals() as signals:
-        while True:
-            folder = logs / f"attempt-{attempt}"
-            folder.mkdir(parents=True)
-            log.info("attempt %d, logs in %s", attempt, folder)
-            status, num_lost = _run_attempt(job, folder, signals, hosts)
-            hosts = _next_hosts(job, num_lost)
-            if signals.received and status == 0:
-                return 0
-            answer = after_attempt(
-                folder,
-                status,
-                save=job.save,
-                last_step=job.train_iters,
-                max_restarts=0 if signals.received else job.restarts.max_restarts,
-                backoff_s=job.restarts.restart_backoff_s,
-            )
-            if answer.word in ("finished", "requeue"):
-                return 0
-            if answer.word == "stop":
-                return int(answer.number)
-            if not signals.wait(answer.number):
-                return status
-            attempt += 1
+        try:
+            while True:
+                folder = logs / f"attempt-{number}"
+                if standby is not None and not _is_ready(standby, num_hosts):
+                    _discard(standby)
+                    standby = None
+                attempt = standby or _Attempt(logs=folder)
+                signals.hosts = attempt.hosts  # before they are started: a signal may come soon
+                if standby is None:
+                    _start(job, attempt, num_hosts)
+                else:
+                    attempt.turn.touch()
+                standby = None
+                log.info("attempt %d, logs in %s", number, folder)
+                if standby_after_s and not _has_ended_after(attempt, standby_after_s):
+                    standby = _Attempt(logs=logs / f"attempt-{number + 1}")
+                    _start(job, standby, num_hosts, waits=True)
+                status, num_lost = _wait(attempt.hosts)
+                _end(attempt, standby)
+                num_hosts = _next_hosts(job, num_lost)
+                if signals.received and status == 0:
+                    return 0
+                answer = after_attempt(
+                    folder,
+                    status,
+                    save=job.save,
+                    last_step=job.train_iters,
+                    max_restarts=0 if signals.received else job.restarts.max_restarts,
+                    backoff_s=job.restarts.restart_backoff_s,
+                )
+                if answer.word in ("finished", "requeue"):
+                    return 0
+                if answer.word == "stop":
+                    return int(answer.number)
+                if not signals.wait(answer.number):
+                    return status
+                number += 1
+        finally:
+            if standby is not None:
+                _discard(standby)
+            _end_all(set())
 
 
 class _Signals:
@@ -110,41 +148,55 @@ def _next_hosts(job: Job, num_lost: int) -> int:
     return hosts
 
 
-def _run_attempt(job: Job, logs: Path, signals: _Signals, num_hosts: int) -> tuple[int, int]:
-    """Start the script of each host once and wait.
-
-    Returns:
-        0 or the code of the first host that failed, and how many hosts were lost: those whose
-        script was killed.
-    """
+def _start(job: Job, attempt: _Attempt, num_hosts: int, *, waits: bool = False) -> None:
+    """Start the script of each host; ranks of a standby wait."""
     config = job.config
+    attempt.logs.mkdir(parents=True)
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "NNODES": str(num_hosts),
-        "MCORE_LOGS": str(logs),
+        "MCORE_LOGS": str(attempt.logs),
         "OMP_NUM_THREADS": os.environ.get(
             "OMP_NUM_THREADS",
             str(max(1, num_cores() // (num_hosts * config.nproc_per_node))),
         ),
+        **({TURN: str(attempt.turn)} if waits else {}),
     }
     script = host_script(job)
-    with _ended(signals):
-        for rank in range(num_hosts):
-            host = subprocess.Popen(
-                ["bash", "-c", script],
-                env={**environment, "NODE_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            signals.hosts.append(host)
-        status = _wait(signals.hosts)
-        return status, sum(host.poll() == -signal.SIGKILL for host in signals.hosts)
+    for rank in range(num_hosts):
+        host = subprocess.Popen(
+            ["bash", "-c", script],
+            env={**environment, "NODE_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        attempt.hosts.append(host)
 
 
-def _wait(hosts: list[subprocess.Popen]) -> int:
-    """Wait for all hosts; after the first failure the others have ``PEERS_S``."""
+def _is_ready(standby: _Attempt, num_hosts: int) -> bool:
+    """Whether a standby has as many hosts as the next attempt, and all live."""
+    return len(standby.hosts) == num_hosts and all(h.poll() is None for h in standby.hosts)
+
+
+def _has_ended_after(attempt: _Attempt, seconds: float) -> bool:
+    """Wait; return whether a host has ended by then."""
+    deadline = time.monotonic() + seconds
+    while (is_alive := all(h.poll() is None for h in attempt.hosts)) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(POLL_S)
+    return not is_alive
+
+
+def _wait(hosts: list[subprocess.Popen]) -> tuple[int, int]:
+    """Wait for all hosts; after the first failure the others have ``PEERS_S``.
+
+    Returns:
+        0 or the code of the first host that failed, and how many hosts were lost: those whose
+        script was killed.
+    """
     failed_s, status = 0.0, 0
     while any(host.poll() is None for host in hosts):
         codes = [host.returncode for host in hosts if host.returncode]
@@ -154,40 +206,51 @@ def _wait(hosts: list[subprocess.Popen]) -> int:
             break
         time.sleep(POLL_S)
     status = status or next((host.returncode for host in hosts if host.returncode), 0)
-    return status if status >= 0 else 128 - status
+    num_lost = sum(host.returncode == -signal.SIGKILL for host in hosts)
+    return (status if status >= 0 else 128 - status), num_lost
 
 
-@contextlib.contextmanager
-def _ended(signals: _Signals) -> Iterator[None]:
-    """End all processes of an attempt that are left, adopted ranks too."""
-    try:
-        yield
-    finally:
-        deadline = time.monotonic() + GRACE_S
-        _signal_all(signal.SIGTERM)
-        while _descendants(os.getpid()) and time.monotonic() < deadline:
-            _reap()
-            time.sleep(POLL_S)
-        _signal_all(signal.SIGKILL)
-        for host in signals.hosts:
-            host.wait()
-        signals.hosts.clear()
+def _end(attempt: _Attempt, standby: _Attempt | None) -> None:
+    """End the processes of an attempt that are left, adopted ranks too, but for a standby."""
+    _end_all({host.pid for host in standby.hosts} if standby is not None else set())
+    for host in attempt.hosts:
+        host.wait()
+
+
+def _discard(standby: _Attempt) -> None:
+    """End a standby and delete its folder: it has done nothing."""
+    for host in standby.hosts:
+        for process in (*_descendants(host.pid, set()), host.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        host.wait()
+    shutil.rmtree(standby.logs, ignore_errors=True)
+
+
+def _end_all(spared: set[int]) -> None:
+    """End the processes below this one, but for some children and what is below them."""
+    deadline = time.monotonic() + GRACE_S
+    _signal_all(signal.SIGTERM, spared)
+    while _descendants(os.getpid(), spared) and time.monotonic() < deadline:
         _reap()
+        time.sleep(POLL_S)
+    _signal_all(signal.SIGKILL, spared)
+    _reap()
 
 
-def _signal_all(number: int) -> None:
-    for process in _descendants(os.getpid()):
+def _signal_all(number: int, spared: set[int]) -> None:
+    for process in _descendants(os.getpid(), spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
 
 
-def _descendants(process: int) -> list[int]:
-    """List the processes below one, by /proc."""
+def _descendants(process: int, spared: set[int]) -> list[int]:
+    """List the processes below one, by /proc, but for the spared and what is below them."""
     descendants = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                descendants += [child, *_descendants(child)]
+            for child in set(map(int, task.read_text().split())) - spared:
+                descendants += [child, *_descendants(child, spared)]
     return descendants
 
 

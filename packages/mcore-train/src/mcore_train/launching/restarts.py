@@ -159,13 +159,17 @@ def _failure(logs: Path) -> dict[str, Any]:
 
 
 def read_history(file: Path) -> list[Attempt]:
-    """Read the attempts of a job; a line that a kill cut is left out."""
-    attempts = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    """Read the attempts of a job; damaged lines are left out, with a warning.
+
+    A line that occurs twice counts once.
+    """
+    attempts: dict[str, Attempt] = {}
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
-            continue
-        row.pop("attempt", None)
-        attempts.append(Attempt(**row))
-    return attempts
+            name = row.pop("attempt")
+            attempts[name] = Attempt(**row)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            log.warning("%s, line %d is damaged and left out", file, number)
+    return list(attempts.values())

@@ -428,7 +428,8 @@ class Shrinking:
             # Without dropout, a window that hides nothing takes dropout's branch over
             # context ranks.
             return self.seq_length, after
-        return min(before, self.seq_length // 2 - 1), after
+        least = self.seq_length // 2 - 1
+        return min(before, least), min(after, least)
 
     def _num_microbatches(self) -> int:
         number, before = self.plan.num_microbatches, self.before.pipeline_model_parallel_size

@@ -327,7 +327,7 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
     digest = hashlib.sha256(repr((scaler, counts, run.optimizer.num_steps)).encode())
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(state[name].flatten().contiguous().view(torch.uint8).numpy().tobytes())
     if with_streams:
         own = hashlib.sha256()
         for name, tensor in run.optimizer.own_state():

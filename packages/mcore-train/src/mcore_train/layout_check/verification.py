@@ -256,7 +256,9 @@ def shared_options(plan: Plan, small: SmallRun) -> str:
     """List what the one rank computes by the same options as the layout, in one line."""
     config = alone(plan).config
     number, topk = config.experts.num_experts, config.experts.moe_router_topk
-    experts = MoEConfig(num_experts=number, moe_router_topk=topk) if number else MoEConfig()
+    # One expert a token trains a router only if the softmax comes first.
+    before = number > 0 and topk == 1
+    experts = MoEConfig(num_experts=number, moe_router_topk=topk, moe_router_pre_softmax=before)
     usual = flat(type(config)(model=config.model, experts=experts))
     options = [
         flag(name) if not isinstance(value, str) else f"{flag(name)} {value}"

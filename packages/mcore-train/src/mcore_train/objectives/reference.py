@@ -19,8 +19,10 @@ from mcore_ckpt.storage.index import ADAPTER
 from mcore_models.building.layouts import layout_problems
 from mcore_models.description import ModelDescription
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.peft.attaching import adapters_off
 from mcore_models.protocol import MicroBatch, TrainableModel, share_embedding
+from mcore_parallel.data_parallel.meta_matrices import give_memory
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.pipeline_parallel.stages import build_stages, stages_of_rank
@@ -191,10 +193,10 @@ def build_frozen_model(
             vocab_size=description.vocab_size,
             moe=description.moe,
             stage=stage,
-            kernels=config.kernels,
-            streams=streams,
+            execution=Execution(kernels=config.kernels, streams=streams),
             device=ctx.device,
             dtype=dtype,
+            is_filled=config.strictness.may_leave_tensors,
         )
         for stage in stages_of_rank(stages, ctx.pp.rank)
     ]
@@ -202,6 +204,8 @@ def build_frozen_model(
         share_embedding(frozen)
     shards = {}
     for chunk in frozen:
+        for parameter in chunk.parameters():
+            give_memory(parameter, ctx.device)
         if config.kernels.batch_invariant_mode:
             use_batch_invariant_kernels(chunk)
         chunk.requires_grad_(False).eval()

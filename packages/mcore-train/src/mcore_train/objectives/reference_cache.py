@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_data.datasets.blending import read_batch
+from mcore_data.indexed.caching import map_array
 from mcore_data.tracing.data_plan import describe_sources
 from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.collectives import all_reduce
@@ -77,7 +78,12 @@ def annotate_datasets(plan: Plan, built: Sequence[Any]) -> list[Any]:
             f"--reference-cache {folder} holds no {_INDEX}: write it by mcore-train reference "
             "with the options of this run."
         )
-    stored = json.loads((folder / _INDEX).read_text())
+    try:
+        stored = dict(json.loads((folder / _INDEX).read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{folder / _INDEX} is damaged ({error}): write it anew by mcore-train reference."
+        ) from error
     here = _description(plan, built)
     different = [
         f"{name}: {stored.get(name)} there, {value} here"
@@ -92,7 +98,7 @@ def annotate_datasets(plan: Plan, built: Sequence[Any]) -> list[Any]:
     annotated: list[Any] = []
     for split, dataset in zip(_SPLITS, built, strict=True):
         files = sorted((folder / split).glob("*.npy")) if dataset is not None else []
-        entries = {file.stem: np.load(file, mmap_mode="r") for file in files}
+        entries = {file.stem: map_array(file) for file in files}
         annotated.append(None if dataset is None else AnnotatedDataset(dataset, entries))
     return annotated
 

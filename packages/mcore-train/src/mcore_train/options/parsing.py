@@ -159,6 +159,8 @@ def parse(
     if layers_per_stage:
         stages = faults.attempt(virtual_stages, values, layers_per_stage[-1])
         values |= {"num_virtual_stages_per_pipeline_rank": stages} if stages else {}
+    if values.get("tensorboard_dir"):
+        values["tensorboard"] = True  # Megatron's only flag for it
     if "fp8_recipe" not in values and {_HISTORY, _AMAX} & given.keys():
         values["fp8_recipe"] = "delayed"  # the only recipe with a history
     values |= DATA_OPTIONS.get(str(values.get("objective", "")), {})

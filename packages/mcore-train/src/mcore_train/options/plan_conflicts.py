@@ -6,7 +6,7 @@ Conflicts among options alone are rules of the configs, see ``mcore_base.options
 from collections.abc import Iterator, Sequence
 
 from mcore_models.families import Family
-from mcore_models.peft.config import linears, without_target
+from mcore_models.peft.config import OTHER_WORDS, TABLES, linears, without_target
 from mcore_parallel.pipeline_parallel.stages import Stage, stages_of_rank
 from mcore_train.composition import TrainConfig
 from mcore_train.updating.group_entries import find_idle_entries, read_entries
@@ -37,6 +37,21 @@ def find_adapter_conflicts(
     targets = [name for name in names if peft.is_target(name)]
     if peft.peft == "dora" and any(".experts." in name for name in targets):
         yield "--peft dora has no routed experts: use --peft lora, or other targets."
+    shapes = family.tensor_shapes(config.model, vocab_size, experts)
+    for name in peft.modules_to_save:
+        if TABLES[OTHER_WORDS.get(name, name)][0] not in shapes:
+            yield (
+                f"--modules-to-save {name}: this model's head is its embedding, which both "
+                "train: use embedding."
+            )
+    objective = config.objective
+    is_own_reference = objective.objective in ("dpo", "grpo") and not objective.reference_model
+    if peft.modules_to_save and is_own_reference:
+        yield (
+            f"--modules-to-save changes the model that --objective {objective.objective} "
+            "compares with, which is the trained one without its adapters: give the base by "
+            "--reference-model."
+        )
     yield from _empty_stages(targets, stages)
 
 

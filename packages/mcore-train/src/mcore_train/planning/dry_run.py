@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_models.families import Family
+from mcore_models.layers.layer_setup import Execution
 from mcore_models.protocol import share_embedding
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -141,12 +142,10 @@ def _build_rank(plan: Plan, rank: int) -> BuiltRank:
                 vocab_size=plan.vocab_size,
                 moe=config.experts,
                 stage=stage,
-                seed=config.run.seed,
-                recomputing=config.recomputation,
-                streams=streams,
+                seed=None,
+                execution=Execution(recomputing=config.recomputation, streams=streams),
                 device=ctx.device,
                 dtype=torch_dtype(plan.dtype),
-                is_filled=False,
             )
             for stage in stages_of_rank(plan.stages, ctx.pp.rank)
         ]

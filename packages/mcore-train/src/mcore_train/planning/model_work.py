@@ -16,6 +16,7 @@ from mcore_models.config import chunk, window
 from mcore_models.encoder_config import T5Config
 from mcore_models.families import FAMILIES
 from mcore_models.logical_tensors import (
+    ROW_PARALLEL,
     delta_sizes,
     head_dim,
     is_gated,
@@ -23,6 +24,7 @@ from mcore_models.logical_tensors import (
     num_kv_heads,
     value_dim,
 )
+from mcore_models.parameter_kinds import tensor_kind
 from mcore_models.peft.config import BLOCK, PeftConfig, adapter_shapes, linears
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_train.composition import TrainConfig
@@ -55,7 +57,6 @@ def no_work() -> Work:
 
 
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?")
-_ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 
@@ -71,7 +72,7 @@ class Matrix:
     @property
     def is_row_parallel(self) -> bool:
         """Whether tensor ranks split the inputs, and sum the outputs."""
-        return self.name in _ROW_PARALLEL
+        return self.name in ROW_PARALLEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def _layer(stack: str, tensors: Mapping[str, tuple[int, ...]], span: tuple[int, 
                 outputs[0] += shape[0]
             continue
         dense += prod(shape)
-        if len(shape) != 2 or "router" in name or "token_gate" in name or "norm" in name:
+        if tensor_kind(name, shape) != "matrix":
             continue
         if mixer != "eh_proj":
             mixers[mixer] = None

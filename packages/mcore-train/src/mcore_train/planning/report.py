@@ -1,6 +1,6 @@
 """What ``mcore-train plan`` prints and writes: a table, one layout in full, JSON, a recipe."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -262,8 +262,3 @@ def _row_json(plan: Planned, row: Row) -> dict[str, Any]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
-
-
-def names_of(rows: Sequence[Row]) -> list[str]:
-    """List layouts by name."""
-    return [row.name for row in rows]

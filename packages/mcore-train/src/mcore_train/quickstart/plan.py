@@ -1,17 +1,46 @@
-"""The run of ``mcore-train gpt`` that ``mcore-train quickstart`` trains."""
+"""Options of ``mcore-train quickstart``, and the run of ``mcore-train gpt`` that it trains."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from mcore_base.destinations import check_folder
+from mcore_base.options import Options, option
+from mcore_parallel.config import ParallelConfig
 from mcore_train.composition import TrainConfig, compose
 from mcore_train.quickstart.book import token_files
-from mcore_train.quickstart.options import QuickstartConfig
 from mcore_train.resolution import Plan, resolve
 
 VOCAB_SIZE = 2048
 SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TourConfig(Options):
+    """The tour from a book's text to a paragraph."""
+
+    output: str = "runs/quickstart"
+    """Folder for everything that the tour writes. A tour of the same options that was stopped
+    there continues; any other that is there is deleted."""
+    steps: int = option(1000, minimum=20, hint="Fewer leave nothing to resume and end.")
+    """Training steps of 2048 tokens."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: CUDA where present."""
+    seed: int = option(1234, minimum=0, below=2**32)
+    """Seed of the held-out chapters, the weights, the data order and the writing."""
+    num_words: int = option(300, minimum=1)
+    """Words to write at the end."""
+    nproc: int = option(0, minimum=0)
+    """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuickstartConfig:
+    """Options of the tour and of its layout."""
+
+    tour: TourConfig = field(default_factory=TourConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def build_tour_plan(options: QuickstartConfig, world_size: int) -> Plan:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from mcore_base.terminal import curve_text
 from mcore_ckpt.conversion.conversion import mcore_to_hf
+from mcore_data.datasets.arrangement import SampleOptions
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.loading.loader import build_loader
@@ -202,7 +203,7 @@ def _score(run: Run, output: Path) -> Score:
     chapters = GPTDataset(
         IndexedDataset(token_files(output / "data").held_out),
         sequence_length=SEQ_LENGTH,
-        drop_last_partial=False,
+        options=SampleOptions(drop_last_partial=False),
     )
     loader = build_loader(
         chapters,
@@ -289,7 +290,10 @@ def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:
     if not marker.is_file():
         return False
     ours = json.loads(json.dumps(asdict(options)))  # where a tuple is a list
-    return json.loads(marker.read_text("utf-8")).get("options") == ours
+    try:
+        return dict(json.loads(marker.read_bytes())).get("options") == ours
+    except (ValueError, TypeError, RecursionError):
+        return False  # damaged: the tour begins anew
 
 
 def _write_marker(output: Path, content: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """Describes a run at its start: model, layout, devices, versions, data, saves."""
 
+import os
 import platform
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +41,42 @@ class SourceShare:
     """How often the whole run, from its first step to its last, reads the split."""
 
 
-def build_header(run: Run) -> Header:
-    """Describe a run that is about to train; gathers the names of devices over the world."""
+class StartClock:
+    """Seconds of the parts of a start, in order, up to the first step.
+
+    Attributes:
+        parts_s: seconds by part.
+    """
+
+    def __init__(self, *, since_process_began: bool = True) -> None:
+        age_s = process_age_s() if since_process_began else 0.0
+        self.parts_s: dict[str, float] = {}
+        self._last_s = time.monotonic() - age_s
+
+    def end(self, part: str) -> None:
+        """Take the time since the part before ended, or since the start began."""
+        now_s = time.monotonic()
+        self.parts_s[part] = round(now_s - self._last_s, 2)
+        self._last_s = now_s
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started; 0 without Linux's /proc."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5): since boot
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+
+
+def build_header(run: Run, start: StartClock) -> Header:
+    """Describe a run that is about to train; gathers the names of devices over the world.
+
+    Args:
+        run: to describe.
+        start: parts of its start so far.
+    """
     plan, config = run.plan, run.plan.config
     devices = Counter(gather_json(_device_name(run.ctx.device), run.ctx.world))
     model = config.model, plan.vocab_size, config.experts, plan.family.tensor_shapes
@@ -65,6 +102,8 @@ def build_header(run: Run) -> Header:
         f"steps: {first} to {plan.train_iters} of {sizes} tokens, {tokens:,} tokens to read",
         *(_data_line(share) for share in shares),
         f"saves: {_saves(config)}",
+        f"start: {sum(start.parts_s.values()):.1f} s: "
+        + ", ".join(f"{part} {took_s:.1f}" for part, took_s in start.parts_s.items()),
     )
     row = {
         "parameters": size,
@@ -79,6 +118,7 @@ def build_header(run: Run) -> Header:
         "save_interval": config.saving.save_interval,
         "planned_gib": sum(planned_bytes(plan).values()) / 2**30,
         "options": changed_options(config),
+        "start_s": start.parts_s,
     }
     return Header(lines=lines, row=row)
 

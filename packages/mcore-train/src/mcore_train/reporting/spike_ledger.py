@@ -59,7 +59,12 @@ def ledger_page(folder: Path, step: int = 0, num_samples: int = 4) -> Iterator[s
     except (OSError, ValueError) as error:
         why = str(error)
     for number in [step] if step else sorted(rows):
-        told = describe_spike(rows[number]) if number in rows else "not in the ledger"
+        told = "not in the ledger"
+        if number in rows:
+            try:
+                told = describe_spike(rows[number])
+            except (KeyError, TypeError, ValueError) as error:
+                told = f"its line in {folder / SPIKES} is damaged ({error!r})"
         yield f"step {number} (--iterations-to-skip {number - 1}): {told}"
         if data is None:
             yield f"  the documents are not known: {why}"

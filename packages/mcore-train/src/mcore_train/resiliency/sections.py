@@ -127,7 +127,14 @@ class MonitoredSections(Sections):
                 "mcore-train launch, which starts it, or leave the option out."
             ) from None
         if self._file.is_file():
-            self._client.load_state_dict(json.loads(self._file.read_text()))
+            try:
+                state = json.loads(self._file.read_bytes())
+            except ValueError as error:
+                raise ValueError(
+                    f"{self._file}, the timeouts that were learned, is damaged ({error}): "
+                    "remove it, and they are learned again."
+                ) from error
+            self._client.load_state_dict(state)
         self._client.start_section("setup")
         return self
 

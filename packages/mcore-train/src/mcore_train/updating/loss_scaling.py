@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_train.precision_config import PrecisionConfig
+from mcore_train.config import PrecisionConfig
 
 
 class LossScaler:

@@ -6,13 +6,13 @@ A model with muP parametrization is written as a Granite with the factors of its
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
-    ATTENTION_BIAS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting, settings
+from mcore_ckpt.families.dense import llama
 from mcore_models.mup import embedding_factor, logits_factor, score_scale
 
 FACTORS = {
@@ -64,6 +64,5 @@ _COVERS = (*FACTORS, *_MUP, "logits_multiplier")
 FAMILY = Decoder(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    only={"mlp_bias": False},
-    parts=(FieldRule(covers=_COVERS, read=read_factors, write=_write), ATTENTION_BIAS),
+    parts=(FieldRule(covers=_COVERS, read=read_factors, write=_write), llama.BIASES),
 )

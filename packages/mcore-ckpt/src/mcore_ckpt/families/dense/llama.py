@@ -1,5 +1,6 @@
 """Llama 2, 3, 3.1, 3.2 and other models with the type ``llama``."""
 
+from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
@@ -23,26 +24,35 @@ def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
     return ours | ({"add_attention_bias": True} if biased and not mlp else {})
 
 
-def _write(description: Description, theirs: Theirs) -> Theirs:
+def _write_biases(description: Description, _: Theirs) -> Theirs:
     mlp = setting(description, "add_bias_linear")
     biased = mlp or setting(description, "add_attention_bias")
     if not biased:
         require(description, add_qkv_bias=False)
+    return {"attention_bias": biased, "mlp_bias": mlp}
+
+
+def _write(description: Description, theirs: Theirs) -> Theirs:
     heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
     if hidden % heads:
         raise ValueError(
             f"it cannot express --hidden-size {hidden}: no multiple of {heads} heads"
         )
-    return {"attention_bias": biased, "mlp_bias": mlp}
+    return _write_biases(description, theirs)
 
 
-_BIASES = ("add_bias_linear", "add_attention_bias", "add_qkv_bias")
+BIASES = FieldRule(
+    covers=("add_bias_linear", "add_attention_bias", "add_qkv_bias"),
+    read=_read,
+    write=_write_biases,
+)
+"""Biases in all linears, in those of attention, or in none."""
 
 FAMILY = Decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
     parts=(
-        FieldRule(covers=_BIASES, read=_read, write=_write),
+        replace(BIASES, write=_write),
         activation_rule("hidden_act", "silu", gated=True),
     ),
     activation=("", ""),

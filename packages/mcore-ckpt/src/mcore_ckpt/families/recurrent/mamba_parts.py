@@ -125,7 +125,6 @@ def expansion(description: Mapping[str, Any]) -> int:
 def mamba_rules(
     description: Mapping[str, Any],
     there: str,
-    ours: str = "blocks.*.mamba.",
     layers: tuple[int, ...] | None = None,
 ) -> list[Rule]:
     """Return the rules of one Mamba-2 mixer, with the names that all families use.
@@ -133,10 +132,9 @@ def mamba_rules(
     Args:
         description: of the model.
         there: prefix of their names of the mixer, up to the dot.
-        ours: prefix of our names.
         layers: layers that have a mixer; None: all.
     """
-    config = settings(description)
+    config, ours = settings(description), "blocks.*.mamba."
     sizes = mamba_sizes(config)
     inner, states = sizes.inner, sizes.states
     kinds = ("weight", "bias")

@@ -218,6 +218,8 @@ def check_latent(description: Mapping[str, Any]) -> None:
 def _check_routing(description: Mapping[str, Any]) -> None:
     """Raise ValueError for routing that Megatron computes otherwise."""
     require_routing(description, {"moe_router_norm_topk_prob": True})
+    if expert_setting(description, "moe_router_score_function") == "sparsemixer":
+        raise ValueError("it cannot express --moe-router-score-function sparsemixer")
     kept = expert_setting(description, "moe_router_group_topk")
     scored = expert_setting(description, "moe_router_group_score_topk")
     # The score of a group is there the sum over as many experts as it may give.

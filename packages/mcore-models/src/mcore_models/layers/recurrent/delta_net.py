@@ -28,9 +28,7 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -57,12 +55,8 @@ class DeltaNet(nn.Module):
         self.sizes = sizes = delta_sizes(config)
         mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
         rates = [Output("b", sizes.value_heads), Output("a", sizes.value_heads)]
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            [*mixed, Output("z", sizes.values), *rates],
-            gemm=setup.gemms.column,
-            **setup.split,
-        )
+        outputs = [*mixed, Output("z", sizes.values), *rates]
+        self.in_proj = setup.column_linear(config.hidden_size, outputs)
         width = config.linear_conv_kernel_dim
         self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **factory_kwargs)
         heads = sizes.value_heads // ctx.tp.size
@@ -76,9 +70,7 @@ class DeltaNet(nn.Module):
             partial=ctx.tp,
             **factory_kwargs,
         )
-        self.out_proj = RowParallelLinear(
-            sizes.values, config.hidden_size, gemm=setup.gemms.row, **setup.split
-        )
+        self.out_proj = setup.row_linear(sizes.values, config.hidden_size)
 
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS

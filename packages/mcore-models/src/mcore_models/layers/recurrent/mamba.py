@@ -10,7 +10,6 @@ Reference:
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +29,7 @@ from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_t
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -56,18 +53,14 @@ class Mamba(nn.Module):
         self.config, self.layer, self.cp = config, setup.layer, ctx.cp
         sizes, tp = mamba_sizes(config), ctx.tp
         holders = ctx.tp_block(max(1, tp.size // sizes.groups))
-        linear: dict[str, Any] = {"bias": config.mamba_proj_bias, **setup.split}
+        D, bias = config.hidden_size, config.mamba_proj_bias
         mixed = [
             Output("x", sizes.inner),
             Output("B", sizes.states, holders),
             Output("C", sizes.states, holders),
         ]
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            [Output("z", sizes.inner), *mixed, Output("dt", sizes.heads)],
-            gemm=setup.gemms.column,
-            **linear,
-        )
+        outputs = [Output("z", sizes.inner), *mixed, Output("dt", sizes.heads)]
+        self.in_proj = setup.column_linear(D, outputs, bias=bias)
         self.conv1d = CausalConv(
             mixed,
             config.mamba_conv_kernel,
@@ -91,9 +84,7 @@ class Mamba(nn.Module):
                 holders=holders,
                 **factory_kwargs,
             )
-        self.out_proj = RowParallelLinear(
-            sizes.inner, config.hidden_size, gemm=setup.gemms.row, **linear
-        )
+        self.out_proj = setup.row_linear(sizes.inner, D, bias=bias)
 
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS

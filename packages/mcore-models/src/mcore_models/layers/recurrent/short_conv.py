@@ -8,8 +8,6 @@ Reference:
     Liquid AI 2025, LFM2 technical report, arXiv:2511.23404, section 2.
 """
 
-from typing import Any
-
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -21,9 +19,7 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
     Output,
-    RowParallelLinear,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -44,9 +40,8 @@ class ShortConv(nn.Module):
         config, ctx = setup.config, setup.ctx
         self.layer, self.cp = setup.layer, ctx.cp
         D, bias = config.hidden_size, config.short_conv_bias
-        split: dict[str, Any] = {"bias": bias, **setup.split}
         inputs = [Output("B", D), Output("C", D), Output("x", D)]
-        self.in_proj = ColumnParallelLinear(D, inputs, gemm=setup.gemms.column, **split)
+        self.in_proj = setup.column_linear(D, inputs, bias=bias)
         self.conv1d = CausalConv(
             inputs[2:],
             config.short_conv_kernel_dim,
@@ -54,7 +49,7 @@ class ShortConv(nn.Module):
             axis=ctx.tp,
             **setup.factory_kwargs,
         )
-        self.out_proj = RowParallelLinear(D, D, gemm=setup.gemms.row, **split)
+        self.out_proj = setup.row_linear(D, D, bias=bias)
 
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS

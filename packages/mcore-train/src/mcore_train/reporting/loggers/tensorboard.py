@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, in ``tensorboard/`` of the run folder."""
+"""Scalars for TensorBoard."""
 
 from collections.abc import Mapping
 from pathlib import Path

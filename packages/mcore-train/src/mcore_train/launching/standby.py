@@ -1,0 +1,47 @@
+"""A standby: the ranks of a local job's next attempt, started early, with all modules imported.
+
+Imports are most of a restart's time, and need neither the GPU nor the other ranks. A rank of a
+standby waits after them, until the launcher's file says that its attempt begins.
+"""
+
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_models.kernels import flash4_attention
+from mcore_parallel.launch.launcher import keep_compiled_kernels
+from mcore_train.launching.config import TURN
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+
+
+def wait_for_turn(*, uses_gpus: bool) -> bool:
+    """Return once this rank's attempt begins; imports kernels' packages before.
+
+    Args:
+        uses_gpus: whether the rank trains on a GPU, for which kernels are imported.
+
+    Returns:
+        Whether the rank has waited: False outside of a standby.
+
+    Raises:
+        RuntimeError: if the process that started the rank ends before.
+    """
+    turn = Path(os.environ.get(TURN, ""))
+    if TURN not in os.environ or turn.exists():
+        return False
+    if uses_gpus and flash4_attention.is_installed():
+        keep_compiled_kernels()  # the package reads the settings when it is imported
+        with suppress(Exception):  # the kernel's trial reports what its package raises
+            flash4_attention.load()
+    log.info("standby: this rank has imported its modules and waits")
+    parent = os.getppid()
+    while not turn.exists():
+        if os.getppid() != parent:
+            raise RuntimeError("the launcher of this standby is gone")
+        time.sleep(POLL_S)
+    return True
