@@ -10,16 +10,20 @@ from torch import Tensor, nn
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_models.layers.mlp import MLP
 from mcore_parallel.collectives import reduce_from
+from mcore_parallel.precision.gemm import Gemm
 from mcore_parallel.tensor_parallel.linear import RowParallelLinear
 
 
 class RoundedGatedMLP(MLP):
     """``MLP`` without gradients, in place of one whose fc2 is quantized."""
 
+    activation: str
+
     def __init__(self, mlp: MLP) -> None:
         """Share the linears of an MLP that ``rounds_gates`` accepts."""
         nn.Module.__init__(self)
-        self.gated, self.activation, self.clamp, self.offset = True, mlp.activation, 0.0, 0.0
+        self.gated, self.activation = True, str(mlp.activation)
+        self.clamp = self.offset = 0.0
         self.recompute_activation = False
         self.fc1, self.fc2 = mlp.fc1, mlp.fc2
         self.train(mlp.training)
@@ -46,7 +50,8 @@ def round_gates_(model: nn.Module) -> None:
 
 
 def _rounds_gates(mlp: MLP) -> bool:
-    fc2 = mlp.fc2
+    fc2: RowParallelLinear = mlp.fc2
+    gemm: Gemm = fc2.gemm
     is_plain = mlp.gated and not (mlp.clamp or mlp.offset or mlp.recompute_activation)
     is_whole = fc2.bias is None and not fc2.sequence_parallel
-    return is_plain and is_whole and isinstance(fc2.gemm, QuantizedGemm) and fc2.gemm.rounds
+    return bool(is_plain and is_whole and isinstance(gemm, QuantizedGemm) and gemm.rounds)
