@@ -109,8 +109,8 @@ def test_gates_are_rounded_to_the_codes_of_the_activation(algo):
         x = torch.randn(num_rows, 1, 256, device="cuda", dtype=torch.bfloat16)
         with torch.no_grad():
             hidden = mlp.fc1(x)
-            assert mlp.fc2.gemm.takes_gated(hidden, mlp.activation) == (num_rows > 1)
-            assert torch.equal(mlp(x), mlp.fc2(gated(hidden, mlp.activation)))
+            assert mlp.fc2.gemm.takes_gated(hidden, mlp.network.activation) == (num_rows > 1)
+            assert torch.equal(mlp(x), mlp.fc2(gated(hidden, mlp.network.activation)))
 
 
 def scores_of_steps(engine, tokens=None, *, is_recorded=True):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_models.layers.mlp import MLP
+from mcore_moe.experts.network import ExpertNetwork
 from mcore_parallel.collectives import reduce_from
 from mcore_parallel.precision.gemm import Gemm
 from mcore_parallel.tensor_parallel.linear import RowParallelLinear
@@ -17,28 +18,23 @@ from mcore_parallel.tensor_parallel.linear import RowParallelLinear
 class RoundedGatedMLP(MLP):
     """``MLP`` without gradients, in place of one whose fc2 is quantized."""
 
-    activation: str
-
     def __init__(self, mlp: MLP) -> None:
-        """Share the linears of an MLP that ``rounds_gates`` accepts."""
+        """Share the linears of an MLP that ``round_gates_`` replaces."""
         nn.Module.__init__(self)
-        self.gated, self.activation = True, str(mlp.activation)
-        self.clamp = self.offset = 0.0
-        self.recompute_activation = False
-        self.fc1, self.fc2 = mlp.fc1, mlp.fc2
+        self.network, self.fc1, self.fc2 = mlp.network, mlp.fc1, mlp.fc2
         self.train(mlp.training)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
-        fc2, hidden = self.fc2, self.fc1(x)
-        # Adapters replace fc2, and whoever observes it has hooks.
-        if isinstance(fc2, RowParallelLinear) and not (
-            fc2._forward_hooks or fc2._forward_pre_hooks
-        ):
-            gemm = fc2.gemm
-            if isinstance(gemm, QuantizedGemm) and gemm.takes_gated(hidden, self.activation):
-                return reduce_from(gemm.gated_forward(hidden, self.activation), fc2.axis)
-        return fc2(self._activate(hidden))
+        fc2, hidden, activation = self.fc2, self.fc1(x), self.network.activation
+        # Adapters replace fc2, and what observes it has hooks.
+        is_plain = type(fc2) is RowParallelLinear
+        if not is_plain or fc2._forward_hooks or fc2._forward_pre_hooks:
+            return fc2(self._activate(hidden))
+        gemm = fc2.gemm
+        if not (isinstance(gemm, QuantizedGemm) and gemm.takes_gated(hidden, activation)):
+            return fc2(self._activate(hidden))
+        return reduce_from(gemm.gated_forward(hidden, activation), fc2.axis)
 
 
 def round_gates_(model: nn.Module) -> None:
@@ -52,6 +48,7 @@ def round_gates_(model: nn.Module) -> None:
 def _rounds_gates(mlp: MLP) -> bool:
     fc2: RowParallelLinear = mlp.fc2
     gemm: Gemm = fc2.gemm
-    is_plain = mlp.gated and not (mlp.clamp or mlp.offset or mlp.recompute_activation)
+    network: ExpertNetwork = mlp.network
+    is_plain = network.gated and not (network.clamp or network.offset)
     is_whole = fc2.bias is None and not fc2.sequence_parallel
     return bool(is_plain and is_whole and isinstance(gemm, QuantizedGemm) and gemm.rounds)
