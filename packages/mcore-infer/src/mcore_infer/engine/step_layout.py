@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
@@ -18,7 +17,7 @@ _TABLE_STEP = 16
 
 
 def on_device(
-    numbers: Sequence[float] | np.ndarray,
+    numbers: Sequence[float] | Tensor,
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
@@ -26,7 +25,7 @@ def on_device(
 
     A copy from memory that is not pinned would wait for all queued work of the device.
     """
-    tensor = torch.tensor(numbers, dtype=dtype)
+    tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -99,11 +98,11 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
     """Copy a plan to the device as tensors; the host does not wait."""
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
     positions = [
-        np.arange(chunk.begin, chunk.begin + len(chunk.tokens)) for chunk in step.chunks
+        torch.arange(chunk.begin, chunk.begin + len(chunk.tokens)) for chunk in step.chunks
     ]
     # Row of each token in the cache: pages of the request are in order of positions.
     places = [
-        np.array(chunk.pages)[p // page_tokens] * page_tokens + p % page_tokens
+        torch.tensor(chunk.pages)[p // page_tokens] * page_tokens + p % page_tokens
         for chunk, p in zip(step.chunks, positions, strict=True)
     ]
     views, begin = [], 0
@@ -115,8 +114,8 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         begin = end
     return StepTensors(
         on_device(tokens, device)[None],
-        on_device(np.concatenate(positions), device),
-        on_device(np.concatenate(places), device),
+        on_device(torch.cat(positions), device),
+        on_device(torch.cat(places), device),
         tuple(views),
         _singles(step, views, device),
         _fresh(views, device),
