@@ -77,7 +77,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def parity_long(session: nox.Session) -> None:
-    """Run the whole parity and reshard matrices: up to 12 ranks, many minutes."""
+    """Run whole matrices and what shorter tests nearly hold: up to 12 ranks, many minutes."""
     _in_workspace(session, "pytest", "-m", "parity_long", *session.posargs)
 
 

@@ -140,7 +140,7 @@ def kill_workers(
 def digest(prefix: Path) -> str:
     """SHA-256 of a dataset's tokens and index."""
     found = hashlib.sha256()
-    for tokens in IndexedDataset(prefix).stretches():
+    for tokens in IndexedDataset(prefix).chunks():
         found.update(tokens.tobytes())
     found.update(Path(f"{prefix}.idx").read_bytes())
     return found.hexdigest()

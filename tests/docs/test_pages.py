@@ -18,7 +18,7 @@ def spoken() -> str:
 
 def quoted(page: str) -> list[str]:
     """Return the messages of a page's first table."""
-    table = page.split("| it says |")[1].split("\n\n", maxsplit=1)[0]
+    table = page.split("| message |")[1].split("\n\n", maxsplit=1)[0]
     return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
 
 

@@ -112,7 +112,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_again_with_all(tmp_path):
     finally:
         job.terminate()
         job.wait()
-    assert "1 of 2 hosts are lost: going on with 1" in run.with_suffix(".log").read_text()
+    assert "1 of 2 hosts are lost: using 1" in run.with_suffix(".log").read_text()
     found, expected = losses(run), losses(whole)
     assert found.keys() == expected.keys()
     for step, loss in expected.items():

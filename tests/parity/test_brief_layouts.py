@@ -150,6 +150,7 @@ LONG = {
     "ep2 beside",
     "tp2 sp pp2, lengths vary",
     "experts over data ranks first",
+    "pp2 dp2 zero2, recomputed by twos",
     "cp2 all_gather packed",
     "cp2 a2a packed",
     "cp2 pp2 lengths vary, one by one",
@@ -227,6 +228,7 @@ RECOMPUTED = [
 ]
 
 
+@pytest.mark.parity_long
 def test_recomputing_under_tensor_parallelism_and_dropout_changes_no_bit():
     found = run_ranks(train_all, 2, RECOMPUTED, check_shapes=False)[0]
     for outcome, oracle in [(o, found[0]) for o in found[1:4]] + [(found[5], found[4])]:

@@ -91,6 +91,7 @@ def losses_of_layouts():
     return [losses_of(4, {**NAMES, **flags}) for flags in LAYOUTS]
 
 
+@pytest.mark.parity_long
 def test_a_toy_optimizer_and_a_toy_precision_train_alike_under_layouts():
     expected, usual = losses_of(1, NAMES), losses_of(1, {"optimizer": "sgd"})
     assert usual[0] != expected[0]

@@ -72,10 +72,10 @@ def test_preprocess_merge_inspect_verify_and_index(book, tmp_path):
     assert data("merge", "--input", *parts, *again).returncode == 0  # by prefixes
     done = data("inspect", merged, "--tokenizer", book / "tokenizer", "--samples", 1)
     assert "num documents: 8" in done.stdout
-    assert "checks: index, pointers and sizes fit, to the manifest too; encoded" in done.stdout
+    assert "checks: index, pointers and sizes fit, also to the manifest; encoded" in done.stdout
     assert "In the beginning was the word.<|endoftext|>" in done.stdout
     done = data("verify", merged)
-    assert "sound" in done.stdout
+    assert "no damage found" in done.stdout
     done = data(
         "index", "--data-path", merged, "--split", "1", "--data-cache-path", tmp_path / "cache",
         "--seq-length", 8, "--num-samples", 30, 0, 0,
@@ -183,7 +183,10 @@ def test_options_beside_a_plan_are_refused(book, tmp_path):
     plan = ("--plan", tmp_path / "c.plan.json")
     done = data("preprocess", *plan, *tokenizer, "--append-eod")
     assert done.returncode == 2
-    assert "--append-eod and --tokenizer-model with --plan: the plan has its own" in done.stderr
+    assert (
+        "--append-eod and --tokenizer-model with --plan: these options are part of the plan"
+        in done.stderr
+    )
     for command in (("merge",), ("merge", *plan, "--input", "a"), ("preprocess",)):
         assert "give --input and --output-prefix, or" in data(*command).stderr
     assert "only --plan (with --physical" in data("merge", *words[:4], "--physical").stderr

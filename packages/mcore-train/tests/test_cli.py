@@ -119,13 +119,13 @@ def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(ca
     ("words", "told"),
     [
         (["--layers", "4", "--pipeline-model-parallel-layout", "Et|ttL"], "holds 3 layers t"),
-        (["--pipeline-model-parallel-layout", "Et|ttL"], "say how many, by --layers"),
+        (["--pipeline-model-parallel-layout", "Et|ttL"], "give their number by --layers"),
         (["--layers", "3"], "--num-layers 3 cannot be split"),
         (
             ["--output", "/proc/a/x.svg"],
             "--output /proc/a/x.svg cannot be made: /proc does not",
         ),
-        (["--output", "x.png"], "--output x.png is written as SVG: end its name in .svg"),
+        (["--output", "x.png"], "--output x.png must be an SVG file: use the suffix .svg"),
     ],
 )
 def test_a_schedule_that_cannot_be_drawn_says_what_to_change(capsys, words, told):

@@ -118,7 +118,12 @@ def averages_on_ranks(world_size, layout):
 
 
 @pytest.mark.parametrize(
-    "options", [{"ema_decay": 0.5}, {"optimizer": "schedule_free"}], ids=str
+    "options",
+    [
+        pytest.param({"ema_decay": 0.5}, marks=pytest.mark.parity_long),
+        {"optimizer": "schedule_free"},
+    ],
+    ids=str,
 )
 def test_averages_are_those_of_one_rank(options):
     layout = {

@@ -101,7 +101,7 @@ BESIDE = {
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
         (1, {"reset_attention_mask": True, "attention_backend": "flash4"},
          "flash4 exclude each other, which takes no packed documents: use auto"),
-        (1, {"create_attention_mask_in_dataloader": True}, "training has no use for"),
+        (1, {"create_attention_mask_in_dataloader": True}, "training does not use"),
         (1, {"reset_attention_mask": True, "dataloader_inter_document_masking": True},
          "the other those of the stored documents: leave one out"),
         (2, {"context_parallel_size": 2, "cp_comm_type": "p2p", "window_size": (4, 0)},

@@ -74,7 +74,7 @@ def trained(folder, layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pipeline_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.parity_long),
         {"num_experts": 2, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 8},
     ],
     ids=["pp2", "ep2"],
@@ -164,7 +164,7 @@ def score_tasks(folder, layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pipeline_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.parity_long),
         {"num_experts": 2, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 8},
     ],
     ids=["pp2", "ep2"],

@@ -1,5 +1,6 @@
 """Fully sharded models: built without a whole matrix, with the initial weights of one rank."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,12 +55,14 @@ SHAPED = {
 }
 LAYOUTS = [
     ("tied", {"data_parallel_sharding_strategy": "optim_grads", "use_torch_fsdp2": False}),
-    ("positions", {"num_distributed_optimizer_instances": 2}),
     ("predicting", {"pipeline_model_parallel_size": 2, "optimizer_cpu_offload": True}),
     ("experts", {"expert_model_parallel_size": 2, "main_grads_dtype": "bf16"}),
+    ("t5", {}),
+]
+FURTHER = [
+    ("positions", {"num_distributed_optimizer_instances": 2}),
     ("experts", {"expert_model_parallel_size": 4}),  # each is one rank's, in buckets
     ("stateful", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    ("t5", {}),
 ]
 DRAWN = 16 * TILE_ELEMENTS
 """Tiles of random numbers that a thread holds."""
@@ -99,8 +102,8 @@ def state(run):
     }
 
 
-def check_layouts(wanted):
-    for shape, layout in LAYOUTS:
+def check_layouts(wanted, layouts):
+    for shape, layout in layouts:
         run, made = build(SHAPED[shape] | ZERO3 | layout, 4)
         found = state(run)
         assert found.keys() == wanted[shape].keys(), (shape, layout)
@@ -112,6 +115,9 @@ def check_layouts(wanted):
         run.ctx.destroy()
 
 
-def test_no_rank_makes_a_whole_matrix_and_the_weights_are_those_of_one_rank():
-    wanted = {shape: state(build(flags, 1)[0]) for shape, flags in SHAPED.items()}
-    run_ranks(check_layouts, 4, wanted, check_shapes=False)
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS, pytest.param(FURTHER, marks=pytest.mark.parity_long)]
+)
+def test_no_rank_makes_a_whole_matrix_and_the_weights_are_those_of_one_rank(layouts):
+    wanted = {shape: state(build(SHAPED[shape], 1)[0]) for shape, _ in layouts}
+    run_ranks(check_layouts, 4, wanted, layouts, check_shapes=False)

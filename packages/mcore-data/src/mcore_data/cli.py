@@ -13,7 +13,7 @@ from mcore_base.options import Rule, rules
 from mcore_base.terminal import parse_size
 from mcore_data.config import DataConfig, LaunchConfig, PreprocessConfig, TokenizerConfig
 
-# Ignored options of Megatron: the order of documents, which this one asks for, is always kept.
+# Options of Megatron that are accepted and ignored: the order of documents is always kept.
 _IGNORED = ("--keep-sequential-samples",)
 
 ABOUT = """Corpora to tokens on disk, tokens on disk to training samples.
@@ -63,7 +63,7 @@ def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
 _NEEDS_CACHE = Rule(
     ("data_cache_path",),
     lambda v: not v.data_cache_path,
-    "--data-cache-path names the folder to keep the indices in: give it.",
+    "give --data-cache-path, the folder for the indices.",
 )
 _PAIRS_OR_PLAN = Rule(
     ("input", "output_prefix", "allow_missing", "plan", "physical"),
@@ -126,16 +126,16 @@ def _preprocess_plan(
     from dataclasses import fields
 
     from mcore_data.preprocessing.plan_worker import work_on_plan
-    from mcore_data.preprocessing.work_plan import options_given, read_plan
+    from mcore_data.preprocessing.work_plan import changed_options, read_plan
 
-    of_worker = ("plan", "workers", "on_bad_record", "scratch_path", "claim_timeout_s")
-    names = [each.name for each in fields(job) if each.name not in of_worker]
-    given = options_given(job, names)
-    given += options_given(tokenizer, [each.name for each in fields(tokenizer)])
-    if given:
+    worker_options = ("plan", "workers", "on_bad_record", "scratch_path", "claim_timeout_s")
+    names = [each.name for each in fields(job) if each.name not in worker_options]
+    flags = changed_options(job, names)
+    flags += changed_options(tokenizer, [each.name for each in fields(tokenizer)])
+    if flags:
         raise ValueError(
-            f"{' and '.join(given)} with --plan: the plan has its own. Leave them out, or make "
-            "a plan with them."
+            f"{' and '.join(flags)} with --plan: these options are part of the plan. Leave "
+            "them out, or make a new plan with them."
         )
     plan = read_plan(job.plan)
     with _progress("unit", log_interval) as advance:
@@ -200,9 +200,9 @@ def launch(plan: str, launch: LaunchConfig, scratch_path: str = "") -> int:
         run_ray(made, launch, scratch_path)
     else:
         run_local(made, launch, scratch_path)
-    found = status_of(made)
-    print("\n".join(describe_status(made, found)))
-    return int(len(found.done) < found.num_units)
+    status = status_of(made)
+    print("\n".join(describe_status(made, status)))
+    return int(len(status.done) < status.num_units)
 
 
 def status(plan: str) -> int:
@@ -297,7 +297,7 @@ def inspect(
     """
     from dataclasses import asdict
 
-    from mcore_data.indexed.inspection import length_histogram, look_over, summarize
+    from mcore_data.indexed.inspection import length_histogram, quick_check, summarize
     from mcore_data.indexed.reader import IndexedDataset
     from mcore_data.tokenizers.building import load_tokenizer
 
@@ -305,7 +305,7 @@ def inspect(
     dataset = IndexedDataset(prefix, cache_path=object_storage_cache_path)
     for name, value in asdict(summarize(dataset)).items():
         print(f"{name.replace('_', ' '):>14}: {value}")
-    print(f"{'checks':>14}: {look_over(prefix, cache_path=object_storage_cache_path)}")
+    print(f"{'checks':>14}: {quick_check(prefix, cache_path=object_storage_cache_path)}")
     print("\nsequences by length in tokens")
     print("\n".join(length_histogram(dataset)))
     for number in range(min(samples, len(dataset))):
@@ -323,7 +323,7 @@ def verify(prefix: str, /) -> int:
     """
     from mcore_data.indexed.inspection import verify_pair
 
-    print(f"{prefix}: sound. {verify_pair(prefix)}")
+    print(f"{prefix}: no damage found. {verify_pair(prefix)}")
     return 0
 
 

@@ -40,16 +40,16 @@ _FROM_FILES = (
     ),
 )
 _NO_PACKED = Because("which takes no packed documents", "flash4", instead="use auto")
-_APART = Because("which keeps chats apart anyway")
+_APART = Because("whose rows already keep chats separate")
 _SENTENCES = {"is_causal": When("is_causal", operator.not_, "samples of sentences (bert, t5)")}
 
 
 def _several_sources(values: Any) -> str:
     """Return the error message if several options name the training data, else ''."""
-    given = [name for name in values.sources if name != "--train-data-path"]
-    if values.has_own_paths:
-        given.append("--train-data-path, --valid-data-path, --test-data-path")
-    return f"give one source of data, not {' and '.join(given)}." if len(given) > 1 else ""
+    flags = [name for name in values.sources if name != "--train-data-path"]
+    if values.has_split_paths:
+        flags.append("--train-data-path, --valid-data-path, --test-data-path")
+    return f"give one source of data, not {' and '.join(flags)}." if len(flags) > 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,10 +136,10 @@ class PreprocessConfig(Options):
     """Process only this part of --partitions, counted from 0, and do not join: for several
     hosts, followed by merge. -1: all parts."""
     engine: EngineName = "auto"
-    """What encodes: gigatoken (extra fast) for byte-pair encoding, SentencePiece's included;
-    words for WordPiece; reference, the tokenizer itself. auto uses the fast engine only if the
-    engine is known to implement every part of the tokenizer, and starts over with the tokenizer
-    if a checked text gets other ids."""
+    """Encoder of texts: gigatoken (extra fast) for byte-pair encoding, including
+    SentencePiece's; words for WordPiece; reference, the tokenizer itself. auto uses the fast
+    engine only if the engine is known to implement every part of the tokenizer, and starts over
+    with the tokenizer if a checked text gets other ids."""
     verify: Literal["full", "sample", "off"] = "sample"
     """Which texts the tokenizer encodes too, to compare the ids: full, all texts; sample, the
     first 256 of each process, texts with a new character, the first 16 with each added token,
@@ -158,9 +158,9 @@ class PreprocessConfig(Options):
     Any number of workers may do so at the same time. Inputs, tokenizer and settings are the
     plan's; --workers and --on-bad-record may be given."""
     claim_timeout_s: float = option(120.0, minimum=30, needs=(When("plan", bool, "--plan"),))
-    """A worker of --plan whose lock file has not changed for so many seconds is dead, and
-    another worker continues its unit. A lock is touched every 15 seconds, and NFS may show a
-    change a minute later. A dead worker of this machine is found at once."""
+    """Seconds without a change of its lock file after which a worker of --plan counts as dead,
+    and another worker continues its unit. A lock is touched every 15 seconds, and NFS may show
+    a change a minute later. A dead worker of the same machine is detected at once."""
 
     rules = (
         Rule(
@@ -200,27 +200,28 @@ class PreprocessConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig(Options):
-    """Where and how workers of a plan are started."""
+    """Executor of a plan's workers, and their number and size."""
 
     executor: Literal["local", "slurm", "ray"] = "local"
-    """What runs the workers: local, processes of this machine; slurm, array jobs; ray, a task
-    for each unit (extra ray)."""
+    """How workers are started: local, as processes of this machine; slurm, as array jobs; ray,
+    as a task for each unit (extra ray)."""
     num_tasks: int = option(1, minimum=1)
     """Workers at a time."""
     cpus_per_task: int = option(1, minimum=1)
     """Cores, and processes that tokenize, of each worker."""
     max_retries: int = option(3, minimum=0)
-    """Dead workers that are replaced, with slurm the times that missing units are submitted
-    again, with ray the times that a unit is tried again."""
+    """Number of dead workers that are replaced; with slurm, how often missing units are
+    submitted again; with ray, how often a unit is tried again."""
     skip_bad_records: bool = False
     """Leave bad records out, as --on-bad-record skip does."""
     submit_jobs: bool = option(False, needs={"executor": "slurm"})
-    """Submit the jobs; without it the batch script is written, and the commands printed. The
-    same command again submits workers for the units that are missing."""
+    """Submit the jobs; by default the batch script is only written, and the commands are
+    printed. Repeating the command submits workers for the missing units."""
     wait: bool = option(False, needs={"submit_jobs": ON})
-    """Stay until all units are done, and submit again what is missing once all jobs ended."""
+    """Wait until all units are done, and submit missing units again when all jobs ended."""
     max_array: int = option(1000, minimum=1, part_of={"executor": "slurm"})
-    """Tasks of one array job, below Slurm's MaxArraySize; more make several jobs."""
+    """Largest number of tasks of one array job, below Slurm's MaxArraySize; more tasks make
+    several jobs."""
     slurm_options: tuple[str, ...] = option((), part_of={"executor": "slurm"})
     """More options of sbatch, such as partition=cpu time=12:00:00."""
     ray_address: str = option("", part_of={"executor": "ray"})
@@ -255,9 +256,9 @@ class DataConfig(Options):
             "preferences": Because("as pairs are prepared by mcore-data prepare-preferences"),
         },
     )
-    """The paths of --data-path and of the splits name texts, as --input of mcore-data
-    preprocess does: files, folders, patterns or URLs. All ranks tokenize them before the first
-    step, once, into --data-cache-path."""
+    """--data-path and the paths of the splits name texts, as --input of mcore-data preprocess:
+    files, folders, patterns or URLs. Before the first step all ranks tokenize them once, into
+    --data-cache-path."""
     text_key: str = option("text", part_of={"tokenize_on_the_fly": ON})
     """Key of a record, such as text or data.text, that --tokenize-on-the-fly tokenizes."""
     split: str = ""
@@ -308,24 +309,24 @@ class DataConfig(Options):
         needs=(When("interval", bool, "--eval-interval and --eval-iters"),),
         excludes={"dataloader_type": Because("as external data have no length", "external")},
     )
-    """Evaluate all validation data each time, every sample once whatever its dataset's weight,
-    instead of --eval-iters batches."""
+    """Evaluate all validation data each time, instead of --eval-iters batches: every sample
+    once, regardless of weights."""
     blocklist: str = option(
         "",
         idle_with={"mock_data": ON, **_SENTENCES},
         excludes={"preferences": Because("which pairs answers by their tokens")},
     )
-    """File of documents to take out of training: a line each, with a value that preprocess
-    --keep-keys stored, such as an id or a URL, or with a prefix, a tab and a document's number.
-    Their tokens become end-of-document ids without a loss; all other samples stay as they
-    are."""
+    """File of documents to leave out of training, one per line: a value that preprocess
+    --keep-keys stored, such as an id or a URL, or a prefix, a tab and a document's number.
+    Their tokens become end-of-document ids without a loss; all other samples do not
+    change."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
     object_storage_cache_gib: float = option(
         0.0, minimum=0, needs=(When("object_storage_cache_path", bool, "a cache path"),)
     )
-    """GiB of tokens that all processes of a host keep in --object-storage-cache-path; the
-    oldest give way. 0: none are kept on the disk."""
+    """GiB of tokens that all processes of a host cache in --object-storage-cache-path; the
+    oldest are removed. 0: tokens are not cached on disk."""
     data_cache_path: str = option("", idle_with=_SENTENCES)
     """Folder for the sample indices. Empty: each process builds the indices in memory."""
     mock_data: bool = False
@@ -333,11 +334,11 @@ class DataConfig(Options):
     mock_vocab_size: int = option(50_000, part_of={"mock_data": ON})
     """Vocabulary of --mock-data without a tokenizer."""
     mmap_bin_files: bool = True
-    """Read .bin files by memory map; off: by plain file calls."""
+    """Read .bin files by memory map; off: by plain file reads."""
     num_dataset_builder_threads: int = option(1, minimum=1)
     """Datasets of a blend that are opened and indexed concurrently, for slow disks."""
     mid_level_dataset_surplus: float = option(0.005, minimum=0)
-    """Share by which each dataset of a weighted blend is built larger than its part."""
+    """Fraction of extra samples for which each dataset of a weighted blend is built."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
     """single reads the samples once; cyclic repeats them endlessly in new permutations;
     external gets batches from the caller."""
@@ -370,8 +371,8 @@ class DataConfig(Options):
     create_attention_mask_in_dataloader: bool = option(
         False, idle_with={"sft": _APART, "preferences": _APART}
     )
-    """Make dense [S, S] attention masks, which causal attention does not need. Megatron's
-    default: on."""
+    """Add dense [S, S] attention masks to samples, which causal attention does not need.
+    Megatron's default: on."""
     dataloader_inter_document_masking: bool = option(
         False,
         idle_with={"sft": _APART, "preferences": _APART, **_SENTENCES},
@@ -390,26 +391,27 @@ class DataConfig(Options):
         Rule(
             ("data_path", "dataloader_type", "train_iters"),
             lambda v: v.dataloader_type != "external" and not v.sources,
-            "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens.",
+            "no training data: give --data-path PREFIX, or --mock-data for generated tokens.",
         ),
         Rule(
             ("create_attention_mask_in_dataloader", "train_iters"),
             lambda v: v.create_attention_mask_in_dataloader,
-            "--create-attention-mask-in-dataloader makes masks that training has no use for: "
-            "leave it out (--reset-attention-mask works by the borders of documents).",
+            "--create-attention-mask-in-dataloader makes masks that training does not use: "
+            "leave it out (--reset-attention-mask uses the borders of documents).",
         ),
         Rule(
             ("split",),
             lambda v: (
                 v.split
-                and (v.per_split_data_args_path or v.data_mixture_path or v.has_own_paths)
+                and (v.per_split_data_args_path or v.data_mixture_path or v.has_split_paths)
             ),
-            "--split divides --data-path; paths for each split need none.",
+            "--split divides --data-path and has no effect on separate paths for each split: "
+            "leave it out.",
         ),
         Rule(
             ("multiple_validation_sets", "valid_data_path"),
             lambda v: v.multiple_validation_sets and len(v.valid_data_path) < 2,
-            "--multiple-validation-sets needs the datasets to score: name two or more by "
+            "--multiple-validation-sets needs two or more datasets: name them by "
             "--valid-data-path.",
         ),
         Rule(
@@ -418,13 +420,13 @@ class DataConfig(Options):
                 v.validation_set_names
                 and len(set(v.validation_set_names)) != len(v.valid_data_path)
             ),
-            "--validation-set-names {validation_set_names} needs one name of its own for each "
+            "--validation-set-names {validation_set_names}: give one distinct name for each "
             "dataset of --valid-data-path {valid_data_path}.",
         ),
     )
 
     @property
-    def has_own_paths(self) -> bool:
+    def has_split_paths(self) -> bool:
         """Whether training, validation and test data have separate options."""
         held_out = self.valid_data_path or self.test_data_path
         return bool(self.train_data_path or (held_out and not self.data_mixture_path))
@@ -432,7 +434,7 @@ class DataConfig(Options):
     @property
     def sources(self) -> list[str]:
         """Flags of the given options that name training data."""
-        given = {
+        values = {
             "--mock-data": self.mock_data,
             "--data-mixture-path": self.data_mixture_path,
             "--data-path": self.data_path,
@@ -440,7 +442,7 @@ class DataConfig(Options):
             "--train-data-path": self.train_data_path,
             "--per-split-data-args-path": self.per_split_data_args_path,
         }
-        return [name for name, value in given.items() if value]
+        return [name for name, value in values.items() if value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

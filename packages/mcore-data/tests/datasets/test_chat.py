@@ -80,7 +80,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         "{% if messages[-1]['role'] == 'user' and not add_generation_prompt %}x{% endif %}"
         "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     )
-    with pytest.raises(ValueError, match="rewrites a chat's turns at its end"):
+    with pytest.raises(ValueError, match="renders earlier turns differently"):
         list(segments(CHATS[0], load_template(ending, BYTES)))
 
 
@@ -211,8 +211,8 @@ def test_tools_calls_and_content_in_parts_reach_the_template_as_in_serving(tmp_p
     assert learnt == "weather=Rome;No.;"
     capsys.readouterr()
     for refused, message in (
-        (line, "the chat template has no place for tools"),
-        (json.dumps({"messages": CALLING}), "the chat template does not write tool_calls"),
+        (line, "the chat template does not render tools"),
+        (json.dumps({"messages": CALLING}), "the chat template does not render tool_calls"),
     ):
         assert prepare(tmp_path, [refused]) == 2
         assert message in capsys.readouterr().err
@@ -289,5 +289,5 @@ def test_generation_blocks_of_a_template_mark_what_is_learnt():
     # At generation the same template has no marks.
     assert load_template(MARKED, BYTES)(chat, False) == "qA:one;A:two;"
     once = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
-    with pytest.raises(ValueError, match="the template needs one for each"):
+    with pytest.raises(ValueError, match="it must render one for each"):
         list(segments(chat, load_template(once, BYTES, has_marks=True)))

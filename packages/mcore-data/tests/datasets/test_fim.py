@@ -103,7 +103,7 @@ def test_a_rewritten_sample_is_its_documents_rewritten_one_after_another():
 
 
 def test_missing_tokens_and_options_without_effect_are_refused():
-    with pytest.raises(ValueError, match="--fim-prefix-token <fim_prefix> is no token"):
+    with pytest.raises(ValueError, match="--fim-prefix-token <fim_prefix> is not a token"):
         FillInMiddle.build(ByteTokenizer(), FIMConfig(fim_data=True))
     with pytest.raises(ValueError, match="give --tokenizer-model"):
         FillInMiddle.build(None, FIMConfig(fim_data=True))

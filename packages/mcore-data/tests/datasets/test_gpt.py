@@ -242,7 +242,7 @@ def test_places_are_where_sources_come_from():
             if count:
                 takers[sequence].add(sample)
     for sequence, samples in takers.items():
-        assert set(dataset.places(sequence)) == samples
+        assert set(dataset.samples_with(sequence)) == samples
 
 
 def test_a_missing_sample_or_document_is_refused(toy):

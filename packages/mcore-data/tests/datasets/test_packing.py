@@ -109,11 +109,11 @@ def test_places_are_the_rows_that_hold_a_text():
     dataset = PackedDataset(texts, sequence_length=64, seed=1234, num_samples=700)
     for sequence in (0, 17, 500):
         inside = [k for k in range(700) if any(s == sequence for s, _, _ in dataset.sources(k))]
-        assert sorted(dataset.places(sequence)) == inside
+        assert sorted(dataset.samples_with(sequence)) == inside
 
 
 def test_masks_of_other_lengths_and_missing_samples_are_refused(stored):
-    with pytest.raises(ValueError, match="not of the same lengths"):
+    with pytest.raises(ValueError, match="differ in length"):
         PackedDataset(stored[0], weights=MockDocuments(9, num_documents=12), sequence_length=9)
     with pytest.raises(IndexError, match="sample 99 of"):
         PackedDataset(stored[0], sequence_length=10)[99]

@@ -85,13 +85,13 @@ def test_pairs_that_fit_no_row_are_left_out_and_counted(tmp_path, caplog):
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "line 1: rejected is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
         ({"prompt": "q", "response_j": "a"}, r"no key 'chosen' and 'rejected' \(keys: prompt,"),
-        ({**CHATS, "chosen": "a"}, "one is a text"),
+        ({**CHATS, "chosen": "a"}, "is a text, the other a list"),
         ({**CHATS, "rejected": CHATS["rejected"][1:]}, "begin with different messages"),
         (
             {**CHATS, "prompt": "other"},
             "'chosen' does not begin with a message of the assistant",
         ),
-        ({**CHATS, "tools": [1]}, "no place for tools"),
+        ({**CHATS, "tools": [1]}, "does not render tools"),
     ],
 )
 def test_a_pair_of_another_form_is_named(record, message, tmp_path):

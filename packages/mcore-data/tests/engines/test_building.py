@@ -195,7 +195,7 @@ def test_byte_pairs_with_an_odd_added_token_are_encoded_by_the_tokenizer(
                 "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
                 "special_tokens": {},
             },
-            "a template that does not hold the text once",
+            "a template that does not contain the text once",
         ),
         ("model", {"dropout": 0.5}, "dropout 0.5 of its model"),
         ("model", {"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>' of its model"),
@@ -239,7 +239,8 @@ def test_a_field_of_a_sentencepiece_model_that_nobody_knows_is_one_that_engines_
         odd = tmp_path / "tokenizer.model"
         odd.write_bytes(llama2.read_bytes() + message + b"\x03\xb8\x3e\x01")
         assert (
-            gigatoken_gap(load_tokenizer(odd)) == "field 999 of the model, which is not known"
+            gigatoken_gap(load_tokenizer(odd))
+            == "field 999 of the model, whose effect is not known"
         )
 
 

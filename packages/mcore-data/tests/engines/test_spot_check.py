@@ -139,7 +139,7 @@ def test_the_first_texts_with_each_added_token_are_checked():
         assert names.places([" <x>y<x>y", "<x", "foo"]) == {0: 1, 2: 0}
     assert names.places(["fo foo", "foo"]) == {0: 3}  # it was in enough texts then
     assert names.places(["<x>y", " a<x>foo", "a<x>y"]) == {0: 0, 1: 2, 2: 1}
-    assert set(names._left) == {"<x>"}
+    assert set(names._remaining) == {"<x>"}
 
 
 def test_a_long_text_is_compared_in_part_where_the_new_character_is(verifier, monkeypatch):

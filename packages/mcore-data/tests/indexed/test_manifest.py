@@ -5,7 +5,7 @@ import pytest
 from forks import exit_code, fork
 
 from mcore_data.indexed.index_format import CorruptDatasetError
-from mcore_data.indexed.inspection import look_over, verify_pair
+from mcore_data.indexed.inspection import quick_check, verify_pair
 from mcore_data.indexed.manifest import (
     manifest_path,
     read_manifest,
@@ -44,16 +44,16 @@ def test_a_sound_pair_is_verified_with_checksums_or_says_that_it_has_none(pair):
 
 def test_a_look_at_a_pair_says_what_its_index_and_manifest_tell(pair):
     fits = "index, pointers and sizes fit"
-    assert look_over(pair) == f"{fits}, to the manifest too"
+    assert quick_check(pair) == f"{fits}, also to the manifest"
     facts = read_manifest(pair)
     more = {"tokenizer": {"engine": "words"}, "verification": {"mode": "full"}}
     replace_json(manifest_path(pair), facts | more)
-    assert look_over(pair).endswith("too; encoded by words, verified: full")
+    assert quick_check(pair).endswith("also to the manifest; encoded by words, verified: full")
     facts["files"]["x.bin"]["bytes"] += 1
     replace_json(manifest_path(pair), facts)
-    assert look_over(pair) == f"{fits}, but its manifest is of files of other sizes"
+    assert quick_check(pair) == f"{fits}, but the sizes in the manifest differ"
     manifest_path(pair).unlink()
-    assert look_over(pair) == f"{fits}; no manifest"
+    assert quick_check(pair) == f"{fits}; no manifest"
 
 
 def test_one_flipped_bit_does_not_verify(pair):
@@ -72,16 +72,18 @@ def test_other_counts_sizes_and_vocabularies_do_not_verify(pair, tmp_path):
         replace_json(manifest_path(pair), {**facts, **changed})
 
     with_facts(documents=4)
-    with pytest.raises(CorruptDatasetError, match="has 3 documents, its manifest says 4"):
+    with pytest.raises(CorruptDatasetError, match="has 3 documents, and 4 by its manifest"):
         verify_pair(pair)
     with_facts(tokenizer={"vocab_size": 4})
     with pytest.raises(CorruptDatasetError, match=r"holds id 4, but .* has 4 ids"):
         verify_pair(pair)
     with_facts(dtype="int32")
-    with pytest.raises(CorruptDatasetError, match="has uint16 dtype, its manifest says int32"):
+    with pytest.raises(
+        CorruptDatasetError, match="has uint16 dtype, and int32 by its manifest"
+    ):
         verify_pair(pair)
     with_facts(files={**facts["files"], "x.bin": {"bytes": 9, "sha256": ""}})
-    with pytest.raises(CorruptDatasetError, match="has 8 bytes, its manifest says 9"):
+    with pytest.raises(CorruptDatasetError, match="has 8 bytes, and 9 by its manifest"):
         verify_pair(pair)
     manifest_path(pair).write_text("{}")
     with pytest.raises(CorruptDatasetError, match="damaged or of a later version"):
@@ -127,7 +129,7 @@ def test_every_damage_to_a_manifest_is_found_by_verify(pair):
         with pytest.raises(CorruptDatasetError, match=r"x\.manifest\.json is damaged"):
             check(pair)
     manifest_path(pair).write_bytes(old)
-    assert verify_pair(pair).endswith("as in its manifest, which carries no digest of itself")
+    assert verify_pair(pair).endswith("as in its manifest, which has no digest of its own")
 
 
 def without_digest(pair):
@@ -144,7 +146,7 @@ def test_a_damaged_manifest_without_a_digest_is_an_error_or_verifies_but_never_a
     for damage in damages(without_digest(pair)):
         manifest_path(pair).write_bytes(damage)
         try:
-            assert "carries no digest of itself" in verify_pair(pair)
+            assert "has no digest of its own" in verify_pair(pair)
             found.append(False)
         except CorruptDatasetError:
             found.append(True)
@@ -207,14 +209,14 @@ def test_a_negative_id_is_named_by_its_sequence_but_not_among_images(tmp_path):
     prefix = tmp_path / "x"
     with IndexedWriter(prefix, "int32") as writer:
         writer.add_document([1, 2, 3, -4, 5], [2, 0, 3])
-    with pytest.raises(ValueError, match="sequence 2 holds a negative token id"):
+    with pytest.raises(ValueError, match="sequence 2 has a negative token id"):
         verify_pair(prefix)
     with IndexedWriter(prefix, "int32", multimodal=True) as writer:
         writer.add_document([1, 2, -3, 9], [2, 2], [0, 1])
     assert "largest id 2" in verify_pair(prefix)
     with IndexedWriter(prefix, "int32", multimodal=True) as writer:
         writer.add_document([9, 9, -3], [2, 1], [1, 0])
-    with pytest.raises(ValueError, match="sequence 1 holds a negative token id"):
+    with pytest.raises(ValueError, match="sequence 1 has a negative token id"):
         verify_pair(prefix)
 
 
@@ -222,6 +224,6 @@ def test_a_negative_id_is_named_by_its_sequence_but_not_among_images(tmp_path):
 def test_stretches_are_all_tokens_in_the_order_of_the_file(tmp_path, mmap):
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_documents(np.arange(100), np.array([30, 0, 69, 1]))
-    found = [*IndexedDataset(tmp_path / "x", mmap=mmap).stretches(num_tokens=33)]
+    found = [*IndexedDataset(tmp_path / "x", mmap=mmap).chunks(num_tokens=33)]
     assert [len(part) for part in found] == [33, 33, 33, 1]
     assert np.concatenate(found).tolist() == list(range(100))

@@ -30,7 +30,7 @@ def test_what_other_options_made_stays_until_it_may_be_replaced(source, partitio
     make(source, partitions=partitions)
     bin_file = source / "out_text_document.bin"
     manifest = read_manifest(source / "out_text_document")
-    with pytest.raises(ValueError, match=r"out_text_document\.bin exists, and other.*--over"):
+    with pytest.raises(ValueError, match=r"out_text_document\.bin exists and was .*--over"):
         make(source, partitions=partitions, append_eod=True)
     assert len(bin_file.read_bytes()) == 2 * len("onethree")
     assert read_manifest(source / "out_text_document") == manifest
@@ -79,5 +79,5 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(source):
 def fill_up(folder):
     sys.dont_write_bytecode = True  # it would be cut short
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    with pytest.raises(RuntimeError, match=r"disk takes no more .* the same command goes on"):
+    with pytest.raises(RuntimeError, match=r"disk is full .* repeat the command to continue"):
         make(folder)

@@ -185,7 +185,7 @@ def corrupt(path, at, value):
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"X", "is no index"),
+        (0, b"X", "is not an index"),
         (9, b"\x02", "index version 2"),
         (17, b"\x09", "dtype code 9"),
         (18, b"\x06", "does not fit its header"),

@@ -56,7 +56,7 @@ def test_full_gives_every_sample_once_and_fillers_at_the_end():
     ranks = [list(FullSampler(**pairs, dp_rank=r)) for r in range(2)]
     assert ranks == [[[0, 1], [4, None]], [[2, 3], [None, None]]]
     assert len(FullSampler(**pairs)) == 2
-    with pytest.raises(ValueError, match="make no sense"):
+    with pytest.raises(ValueError, match="are not valid"):
         FullSampler(**pairs, dp_rank=2)
 
 
@@ -75,5 +75,5 @@ def test_nothing_left_is_an_error_that_says_what_to_do():
     ],
 )
 def test_senseless_sizes_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"no samples|make no sense|cannot have been"):
+    with pytest.raises(ValueError, match=r"no samples|are not valid|is negative"):
         CyclicSampler(**{"num_samples": 8, "micro_batch_size": 1, "dp_size": 2, **wrong})

@@ -59,7 +59,7 @@ def test_a_difference_begins_anew_with_the_tokenizer(
     report = run(source, tmp_path / "out", **options)
     run(source, tmp_path / "right", **options, engine="reference")
     assert "--engine wrong and the tokenizer differ on" in caplog.text
-    assert "Beginning anew with the tokenizer itself." in caplog.text
+    assert "Starting again with the tokenizer itself." in caplog.text
     assert (report.engine, report.num_checked_texts, report.num_texts) == (
         "reference",
         900,
@@ -72,7 +72,7 @@ def test_a_difference_begins_anew_with_the_tokenizer(
 
 
 def test_a_difference_of_an_engine_that_was_asked_for_stops(wrong_engine, source, tmp_path):
-    advice = r"differ on .*in\.jsonl.* Give the same command with --engine reference"
+    advice = r"differ on .*in\.jsonl.* Repeat the command with --engine reference"
     with pytest.raises(EngineDifferenceError, match=advice):
         run(source, tmp_path / "out", engine="gigatoken")
     assert not (tmp_path / "out.journal.json").exists()

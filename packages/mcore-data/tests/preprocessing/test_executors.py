@@ -49,7 +49,7 @@ def whole(text):
 
 def content(prefix):
     """Tokens, index and kept values as bytes."""
-    tokens = b"".join(part.tobytes() for part in IndexedDataset(prefix).stretches())
+    tokens = b"".join(part.tobytes() for part in IndexedDataset(prefix).chunks())
     return tokens, *(Path(f"{prefix}.{kind}").read_bytes() for kind in ("idx", "kept"))
 
 

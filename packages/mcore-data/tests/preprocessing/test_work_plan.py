@@ -17,7 +17,7 @@ from forks import exit_code, fork, kill
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.indexed.index_format import CorruptDatasetError
-from mcore_data.indexed.inspection import find_pairs, look_over, verify_pair
+from mcore_data.indexed.inspection import find_pairs, quick_check, verify_pair
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.origins import Origins
 from mcore_data.indexed.reader import IndexedDataset
@@ -86,11 +86,11 @@ def whole(inputs, tmp_path_factory):
 
 def content(prefix):
     """The tokens and the index as bytes."""
-    tokens = b"".join(part.tobytes() for part in IndexedDataset(prefix).stretches(1000))
+    tokens = b"".join(part.tobytes() for part in IndexedDataset(prefix).chunks(1000))
     return tokens, Path(f"{prefix}.idx").read_bytes()
 
 
-@pytest.mark.parametrize("num_units", [12, 97])
+@pytest.mark.parametrize("num_units", [12, pytest.param(97, marks=pytest.mark.crash)])
 def test_units_of_killed_workers_are_the_dataset_of_one_machine(
     tmp_path, inputs, whole, num_units
 ):
@@ -211,7 +211,7 @@ def test_a_logical_dataset_reads_as_one(tmp_path, done, whole):
     for sample in range(50):
         first, second = (blend[sample]["tokens"].tolist() for blend in blends)
         assert first == second
-    assert look_over(prefix).startswith("logical dataset of 3 pairs; index")
+    assert quick_check(prefix).startswith("logical dataset of 3 pairs; index")
     # A folder lists it instead of its units, and it can be merged and moved with them.
     assert find_pairs(tmp_path / "out") == [str(prefix)]
     again = merge_pairs([prefix], tmp_path / "again")
@@ -228,7 +228,7 @@ def test_a_logical_dataset_reads_as_one(tmp_path, done, whole):
     unit.unlink()
     with pytest.raises(CorruptDatasetError, match=r"00001_text_document\.bin is missing, and"):
         IndexedDataset(moved)[500]
-    assert "files of other sizes" in look_over(moved)
+    assert "sizes in the manifest differ" in quick_check(moved)
 
 
 def test_merge_refuses_holes_and_status_shows_them(tmp_path, done):
@@ -276,7 +276,7 @@ def test_a_worker_that_lost_its_claim_leaves_the_unit(done, monkeypatch, caplog)
             lock.write_text(json.dumps({"token": "x", "host": "far", "namespace": "other"}))
 
     report = work(done, claim_timeout_s=0.1, on_progress=take_away)
-    assert "unit 1 is left to another worker" in caplog.text
+    assert "unit 1 was taken over by another worker" in caplog.text
     assert report.num_units == 1  # after the other one was silent
     assert merge_plan(done)["text"].num_documents == 1000
 
@@ -305,7 +305,7 @@ def test_a_changed_input_stops_the_worker(tmp_path, inputs):
     ):
         work(plan)
     assert not status_of(plan).failed
-    with pytest.raises(ValueError, match=r"plan\.json exists, and is of other inputs"):
+    with pytest.raises(ValueError, match=r"plan\.json exists for other inputs"):
         plan_of(copy, tmp_path / "c", 12)
     again = plan_of(copy, tmp_path / "c", 12, overwrite=True)
     assert work(again).failures == {}
@@ -338,7 +338,7 @@ def test_a_plan_holds_its_settings_and_is_made_once(tmp_path, inputs):
     assert [(unit.work, unit.corpus) for unit in stored] == [
         (unit.work, unit.corpus) for unit in plan.units
     ]
-    with pytest.raises(ValueError, match="exists, and is of other inputs or options"):
+    with pytest.raises(ValueError, match="exists for other inputs or options"):
         plan_of(inputs, tmp_path / "c", 5, append_eod=False)
     with pytest.raises(ValueError, match="--workers and --partitions: not an option of a plan"):
         make_plan(replace(config, workers=2, partitions=3), BYTES, 1000)
@@ -346,7 +346,7 @@ def test_a_plan_holds_its_settings_and_is_made_once(tmp_path, inputs):
     plan.path.write_text(text.replace("a.jsonl", "x.jsonl"))
     with pytest.raises(CorruptDatasetError, match="damaged"):
         read_plan(plan.path)
-    with pytest.raises(FileNotFoundError, match="mcore-data plan makes it"):
+    with pytest.raises(FileNotFoundError, match="make it with mcore-data plan"):
         read_plan(tmp_path / "d.plan.json")
 
 

@@ -271,7 +271,7 @@ def test_the_default_type_reads_what_the_files_are(
     for path in (model, tmp_path):  # as Llama 2's folder without its tokenizer.json
         tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=path)
         assert tokenizer.encode("the") == [plain.bos, *plain.encode("the")]
-    with pytest.raises(ValueError, match=r"Use --tokenizer-type TikTokenizer \(of Llama 3"):
+    with pytest.raises(ValueError, match=r"Use --tokenizer-type TikTokenizer \(for Llama 3"):
         load_tokenizer("HuggingFaceTokenizer", tokenizer_model=ranks)
 
 
@@ -295,7 +295,7 @@ def test_missing_or_foreign_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a tokenizer folder"):
         load_tokenizer("GPT3Tokenizer")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
@@ -346,7 +346,7 @@ def test_numbers_are_read_by_the_multimodal_null_tokenizer_too():
 
 
 def test_text_of_another_coding_is_refused(bpe_folder):
-    with pytest.raises(ValueError, match=r"'caf\\udce9' is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"'caf\\udce9' is not a text in UTF-8"):
         load_tokenizer(bpe_folder).encode("caf\udce9")
 
 
@@ -356,7 +356,7 @@ def test_null_tokenizer_refuses_words_and_foreign_ids():
     assert tokenizer.encode("3 10") == [3, 10]
     with pytest.raises(ValueError, match="numbers only"):
         tokenizer.encode("3 x")
-    with pytest.raises(ValueError, match="leave the vocabulary 0 to 10"):
+    with pytest.raises(ValueError, match="exceed the vocabulary 0 to 10"):
         tokenizer.encode("11")
 
 

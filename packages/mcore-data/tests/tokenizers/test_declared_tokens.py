@@ -124,7 +124,7 @@ def test_a_token_of_the_config_alone_is_added_and_named(bpe_folder, tmp_path, ca
         tokenizer = load_tokenizer(folder)
     size = load_tokenizer(bpe_folder).vocab_size
     assert tokenizer.encode("<|im_end|>[PAD]") == [size + 1, size]
-    assert f"are added: '[PAD]' ({size}), '<|im_end|>' ({size + 1})" in caplog.text
+    assert f"lacks: '[PAD]' ({size}), '<|im_end|>' ({size + 1})" in caplog.text
     assert tokenizer.pad == size
     caplog.clear()
     tokenizer.save(tmp_path / "b")
@@ -138,7 +138,7 @@ def test_a_token_of_the_config_alone_is_added_and_named(bpe_folder, tmp_path, ca
         ({"added_tokens": {"<x>": 900}}, r"added_tokens\.json gives .* '<x>' the id 900, and"),
         (
             {"tokenizer_config": {"added_tokens_decoder": {"5": {"content": "<x>"}}}},
-            r"tokenizer_config\.json gives the token '<x>' the id 5, and tokenizer\.json makes",
+            r"tokenizer_config\.json gives the token '<x>' the id 5, and tokenizer\.json gives",
         ),
         ({"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens is set"),
         (
@@ -148,13 +148,13 @@ def test_a_token_of_the_config_alone_is_added_and_named(bpe_folder, tmp_path, ca
                     "add_prefix_space": True,
                 }
             },
-            "add_prefix_space is True, and in tokenizer.json it is not, so transformers gives",
+            "add_prefix_space is True, and False in tokenizer.json, so transformers gives",
         ),
         (
             {"tokenizer_config": {"added_tokens_decoder": {"5": "<x>"}}},
-            "'<x>' describes no added",
+            "'<x>' is not an added",
         ),
-        ({"special_tokens_map": ["<x>"]}, r"special_tokens_map\.json holds no JSON object"),
+        ({"special_tokens_map": ["<x>"]}, r"special_tokens_map\.json must hold a JSON object"),
     ],
 )
 def test_a_folder_that_asks_for_other_ids_is_refused(bpe_folder, tmp_path, named, message):
@@ -165,7 +165,7 @@ def test_a_folder_that_asks_for_other_ids_is_refused(bpe_folder, tmp_path, named
 def test_a_file_that_is_cut_off_is_named(bpe_folder, tmp_path):
     folder = files(tmp_path / "a", bpe_folder)
     (folder / "added_tokens.json").write_text('{"<x>": ')
-    with pytest.raises(ValueError, match=r"added_tokens\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"added_tokens\.json is not JSON"):
         load_tokenizer(folder)
 
 

@@ -300,7 +300,11 @@ def begun_beside_a_base(base, flags):
     return ends
 
 
-@pytest.mark.parametrize("model", [{"bf16": True}, LATENT], ids=["bf16", "latent attention"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param({"bf16": True}, marks=pytest.mark.parity_long), LATENT],
+    ids=["bf16", "latent attention"],
+)
 def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, model):
     base = build(save=str(tmp_path), **model)
     save_run(base)

@@ -232,7 +232,7 @@ def test_a_run_is_told_through_other_ranks_batch_sizes_and_mixtures(texts, tmp_p
     assert mcore_data(command) == 0
     out = capsys.readouterr().out
     assert "step 7, sample 2 of 4:\n  tokens 0-" in out
-    assert "input unknown: no record of it with" in out
+    assert "input unknown:" in out
 
 
 def is_made_from(piece):
@@ -265,7 +265,7 @@ def test_a_seed_or_data_that_changed_since_are_noticed(texts, tmp_path, caplog):
         writer.add_documents(np.arange(200), np.array([100, 100]))
     with pytest.raises(ValueError, match="is not the data that the run read: it had 30"):
         RunData(tmp_path / "run")
-    with pytest.raises(FileNotFoundError, match="mcore-train saved a checkpoint in"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Give the --save"):
         RunData(tmp_path)
 
 
@@ -316,7 +316,7 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
     assert run.progress.consumed_train_samples == 18
     assert data_plan(run).ledger == plan.ledger
     write_mixture(file, (1, ["1", a]))
-    with pytest.raises(ValueError, match="bring the mixture's past back"):
+    with pytest.raises(ValueError, match="restore the past phases of the"):
         RunData(tmp_path / "run")
     write_mixture(file, (1, ["1", b]))
     with pytest.raises(ValueError, match="has another past than the run"):
@@ -339,7 +339,7 @@ def test_several_validation_sets_are_scored_one_by_one(texts, caplog):
     named = replace(run.plan.config.data, validation_set_names=("code", "books"))
     counts = {"sequence_length": run.plan.config.batch.seq_length, "seed": 1, "num_samples": 2}
     assert [*build_valid_sets(named, None, **counts)] == ["code", "books"]
-    with pytest.raises(ValueError, match=r"--validation-set-names .* needs one name of"):
+    with pytest.raises(ValueError, match=r"--validation-set-names .* one distinct name for"):
         replace(named, validation_set_names=("code", "code"))
     alone = [
         validate(

@@ -166,7 +166,7 @@ INJECTED = {
         "port mlx5_0:1 is down",
     ),
     "folder": (in_folder(0, error="[Errno 13] Permission denied"), "Permission denied"),
-    "shared folder": (in_folder(1, is_shared=False), "rank 0's file is not here"),
+    "shared folder": (in_folder(1, is_shared=False), "rank 0's file is not visible"),
     "rate of the folder": (
         lambda f: f[0]["folders"][0].update(write_mbs=12.0),
         "writes 12 MB/s",

@@ -20,7 +20,7 @@ from mcore_train.diagnosis.memory import (
     rank_path,
     read_snapshot,
 )
-from mcore_train.diagnosis.memory_mends import RECORD, phase_of
+from mcore_train.diagnosis.memory_remedies import RECORD, phase_of
 from mcore_train.diagnosis.triage import triage
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
@@ -136,7 +136,7 @@ def test_the_command_prints_classes_beside_the_plan(tmp_path):
 
 def test_what_is_no_snapshot_is_refused(tmp_path):
     (tmp_path / "other.pickle").write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(ValueError, match="is no snapshot"):
+    with pytest.raises(ValueError, match="is not a snapshot"):
         read_snapshot(tmp_path / "other.pickle")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_snapshot(tmp_path / "none.pickle")
@@ -194,7 +194,7 @@ def test_the_phase_is_that_of_the_functions_on_the_stack(function, phase):
 
 
 def test_a_history_is_refused_on_a_cpu():
-    with pytest.raises(ValueError, match="--record-memory-history records the memory of a GPU"):
+    with pytest.raises(ValueError, match="--record-memory-history records GPU memory"):
         train(build(record_memory_history=True), Reporter(None))
 
 

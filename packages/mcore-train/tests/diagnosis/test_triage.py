@@ -18,7 +18,7 @@ from warm_ranks import run_command
 
 from mcore_train.composition import flag_names
 from mcore_train.diagnosis.flight_recorder import first_divergence, read_dumps
-from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
+from mcore_train.diagnosis.memory_remedies import MemoryRecord, cheapest_remedy
 from mcore_train.diagnosis.rules import FAULTS, RULES, recognize
 from mcore_train.diagnosis.triage import Verdict, triage
 from mcore_train.options.parsing import parse
@@ -362,7 +362,7 @@ def _memory_case() -> tuple[Case, dict[str, str]]:
     return case, case.files
 
 
-def test_a_run_out_of_memory_is_described_with_the_cheapest_mend(tmp_path):
+def test_a_run_out_of_memory_is_described_with_the_cheapest_remedy(tmp_path):
     case, files = _memory_case()
     verdict = triage(write(files, tmp_path))
     memory = verdict.memory
@@ -385,13 +385,13 @@ def test_a_run_out_of_memory_is_described_with_the_cheapest_mend(tmp_path):
         (MemoryRecord(recompute="full"), "more tensor or pipeline ranks"),
     ],
 )
-def test_the_cheapest_mend_depends_on_what_the_run_does_already(record, mend):
-    assert cheapest_mend(record).startswith(mend)
+def test_the_cheapest_remedy_depends_on_what_the_run_does_already(record, mend):
+    assert cheapest_remedy(record).startswith(mend)
 
 
 def test_advice_names_flags_that_exist():
     texts = [rule.advice for rule in RULES]
-    texts += [cheapest_mend(MemoryRecord(phase=phase)) for phase in ("loss", "save", "")]
+    texts += [cheapest_remedy(MemoryRecord(phase=phase)) for phase in ("loss", "save", "")]
     others = {"--step", "--run", "--signal", "--exclude", "--locked", "--nproc", "--json"}
     named = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]+", text)}
     assert named - flag_names() - others == set()

@@ -91,7 +91,7 @@ def test_products_are_expanded_to_a_job_for_every_combination(root):
     ("change", "message"),
     [
         ({"format_version": 2}, "format_version 1 are required"),
-        ({"products": [{"test_case": "one", "gpu": 2}]}, "no key of a job is called gpu"),
+        ({"products": [{"test_case": "one", "gpu": 2}]}, "unknown key gpu of a job"),
     ],
 )
 def test_a_recipe_that_is_not_understood_is_refused(change, message):
@@ -118,7 +118,7 @@ def test_a_case_with_values_that_no_recipe_runs_any_more_is_a_fault(root):
     (root / "recipes/cpu/gpt.yaml").write_text(RECIPE.replace("[two]", "[three]"))
     with pytest.raises(ValueError, match="no case gpt/three") as caught:
         read_jobs(root, "cpu")
-    assert "gpt/two has golden_values_cpu.json and stopped running" in str(caught.value)
+    assert "gpt/two has golden_values_cpu.json, and no recipe" in str(caught.value)
     with pytest.raises(FileNotFoundError, match="--lane gb200 has no recipes"):
         read_jobs(root, "gb200")
 
@@ -209,7 +209,7 @@ def test_cases_are_run_recorded_with_a_reason_and_compared(root):
     assert code == 1
     assert "loss of step 3: " in text
     code, text = golden(root, "update", "golden-runs", "--reason", "x")
-    assert "has a run of the tier smoke: record 100 steps" in text
+    assert "is a run of the tier smoke: only runs of 100 steps" in text
 
 
 def test_each_rank_has_a_log_and_one_process_compares(root):

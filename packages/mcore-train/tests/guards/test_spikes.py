@@ -125,7 +125,7 @@ def test_a_run_that_is_killed_within_a_window_finds_the_same_spikes(tmp_path):
     assert page.count(f"its line in {ledger} is damaged (KeyError('loss_mean'))") == len(rows)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.parity_long)])
 def test_a_run_goes_back_and_on_with_the_next_data(tmp_path, is_async):
     saving = {"save": str(tmp_path / "run"), "save_interval": 6, "async_save": is_async}
     options = {**SKIP, "spike_policy": "rewind", "spike_rewind_steps": 2, "hidden_dropout": 0.1}

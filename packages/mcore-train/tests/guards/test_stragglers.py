@@ -54,7 +54,7 @@ def delayed(function, is_slow):
 
 def train_with_a_slow(what, slow_ranks, metrics):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stragglers, "MOST_SHARE", 1.0)  # the interval stays: steps are tiny
+        patch.setattr(stragglers, "MAX_SHARE", 1.0)  # the interval stays: steps are tiny
         made = []
         begin = StragglerWatch.__init__
         patch.setattr(
@@ -131,7 +131,7 @@ def test_a_rank_is_named_only_if_two_reports_of_one_kind_in_a_row_are_low(caplog
 
 def lengthened(share):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stragglers, "MOST_SHARE", share)
+        patch.setattr(stragglers, "MAX_SHARE", share)
         config = compose({**TINY, "straggler_interval": 1})
         run = assemble(resolve(config, 2), ParallelContext.build(config.parallelism))
         watch = StragglerWatch(run.ctx, config.watching, Reporter(None))

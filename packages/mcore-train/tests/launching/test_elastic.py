@@ -64,16 +64,16 @@ def test_the_planner_changes_what_may_change_and_nothing_else(tmp_path, monkeypa
     ("launcher", "words", "told"),
     [
         ("slurm", ["--min-nodes", "9"], "--min-nodes 9 is more than --nodes 4"),
-        ("skypilot", ["--min-nodes", "1"], "--min-nodes works under launch slurm and"),
+        ("skypilot", ["--min-nodes", "1"], "--min-nodes is supported by launch slurm and"),
         (
             "slurm",
             ["--min-nodes", "1", "--elastic-options", "colour"],
-            "--elastic-options colour: no such option",
+            "--elastic-options colour: mcore-train gpt has no such",
         ),
         (
             "slurm",
             ["--min-nodes", "3", "--elastic-options", "micro-batch-size"],
-            "--min-nodes 3: no layout that differs in --micro-batch-size fits fewer than 4",
+            "--min-nodes 3: no valid layout for fewer than 4 hosts differs only in --micro-",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from warm_ranks import run_command
 
 from mcore_train.diagnosis import doctor
 from mcore_train.diagnosis.doctor import DoctorConfig, judge, measure_host
-from mcore_train.launching.preflight import CHECKS, of_ranks
+from mcore_train.launching.preflight import CHECKS, facts_of_ranks
 
 
 def hosts(folder, *changes, words=(), num_hosts=2):
@@ -49,7 +49,7 @@ def test_every_host_reports_all_faults_with_advice_and_ends_with_two(tmp_path):
         assert "MASTER_ADDR 127.0.0.1, elsewhere localhost" in text
         assert "folder: n0: /proc/run: " in text
         assert "folder: n1: /proc/run: " in text
-        assert "Give the job's user the right" in text
+        assert "Give the job's user write permission" in text
 
 
 def test_a_host_that_does_not_come_or_shares_no_logs_is_named(tmp_path):
@@ -71,7 +71,7 @@ def test_the_rows_are_those_of_doctor_and_find_what_differs():
     first |= {"names": {"host": "n0"}, "num_gpus": 2}
     other = {**first, "names": {"host": "n1"}, "working_folder": "/elsewhere", "num_gpus": 4}
     other |= {"versions": {**first["versions"], "torch": "0.1"}, "source": "other"}
-    facts = of_ranks([first, {**first, "names": {"host": "n2"}}, other])
+    facts = facts_of_ranks([first, {**first, "names": {"host": "n2"}}, other])
     found = {r.check.name: r for r in judge(facts, DoctorConfig(), CHECKS) if r.problems}
     assert "torch 0.1" in found["same versions"].problems[0].value
     assert found["same folder"].problems[0].value.startswith("folder /elsewhere, elsewhere ")

@@ -100,7 +100,7 @@ def test_one_message_has_the_faults_of_both_sides_of_the_command_line(tmp_path):
     ):
         assert part in done.stderr
     assert not (tmp_path / "launch").exists()
-    assert "after -- comes a training command" in launch("slurm", cwd=tmp_path).stderr
+    assert "give a training command" in launch("slurm", cwd=tmp_path).stderr
     assert "--nproc cannot be used" in launch("slurm", "--", *RUN, "--nproc", 2).stderr
 
 
@@ -219,7 +219,7 @@ def test_status_logs_and_cancel_ask_slurm(tmp_path, monkeypatch):
     assert launch("logs", 42).stdout.strip() == "lm loss"
     assert launch("cancel", 42).returncode == 0
     assert "cancel 42" in (tmp_path / "asked").read_text()
-    assert "'x' is no job" in launch("status", "x").stderr
+    assert "'x' is not a job's id" in launch("status", "x").stderr
 
 
 def test_a_job_is_rendered_again_where_its_run_has_saved_steps(tmp_path):

@@ -187,9 +187,12 @@ BEGUN = {
     },
     "a run with experts": {"num_experts": 4, "use_distributed_optimizer": True},
 }
+ADAPTER, EXPERTS = BEGUN
 
 
-@pytest.mark.parametrize("name", BEGUN)
+@pytest.mark.parametrize(
+    "name", [ADAPTER, pytest.param(EXPERTS, marks=pytest.mark.parity_long)]
+)
 def test_a_run_that_begins_from_load_is_certified_from_there(name):
     changes = {"num_layers": 1, "tensor_model_parallel_size": 1, "bf16": True, **BEGUN[name]}
     small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)

@@ -67,7 +67,7 @@ def test_probes_are_answered_by_the_age_of_the_last_progress():
 
 def test_a_port_that_is_taken_is_refused():
     with HealthServer(0, Health(60.0)) as server:
-        taken = f"--health-port {server.port} cannot be taken"
+        taken = f"--health-port {server.port} cannot be used"
         with pytest.raises(ValueError, match=taken):
             HealthServer(server.port, Health(60.0))
 

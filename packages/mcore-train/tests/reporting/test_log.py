@@ -146,12 +146,12 @@ def test_steps_that_an_attempt_repeats_are_named_and_count_once(tmp_path, caplog
     write_attempt(tmp_path, 0, (1, 2, 3, 4, 5), 1.0)
     caplog.set_level(logging.INFO)
     write_attempt(tmp_path, 3, (4, 5, 6), 2.0)
-    assert "attempt 2 continues from step 3: what earlier attempts wrote to" in caplog.text
-    assert "metrics.jsonl on steps 4 to 5 is abandoned" in caplog.text
+    assert "attempt 2 continues from step 3: rows of earlier attempts in" in caplog.text
+    assert "metrics.jsonl for the steps 4 to 5 are ignored" in caplog.text
     write_attempt(tmp_path, 6, (7,), 3.0)
     assert "attempt 3 continues" not in caplog.text  # nothing is repeated
     write_attempt(tmp_path, 1, (2,), 4.0)  # as --ckpt-step does
-    assert "steps 2 to 7 is abandoned" in caplog.text
+    assert "steps 2 to 7 are ignored" in caplog.text
     kept = {"train": [(1, 1.0), (2, 4.0)], "valid": [(1, 2.0), (2, 5.0)]}
     rows = read_metrics(tmp_path / "metrics.jsonl")
     for kind, wanted in kept.items():

@@ -73,5 +73,5 @@ def test_a_profile_has_the_steps_and_their_phases(tmp_path):
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
     file = tmp_path / "trace.json"
     file.write_text("[1]")
-    with pytest.raises(ValueError, match="is no trace"):
+    with pytest.raises(ValueError, match="is not a trace"):
         read_trace(file)

@@ -152,7 +152,7 @@ def damaged_push():
     else:
         engine = built_engine({}, ctx)
         sync = EngineSync(whole.world, engine=engine)
-    with pytest.raises(ValueError, match=r"push of version \[3, 4\] after version 0"):
+    with pytest.raises(ValueError, match=r"push of versions \[3, 4\] after version 0"):
         sync.push(3 + rank)
     real = tensor_exchange.all_to_all
 

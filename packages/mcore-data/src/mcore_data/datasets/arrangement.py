@@ -71,7 +71,7 @@ class TextRows:
 
 @dataclass(slots=True)
 class Arrangement:
-    """Makes samples from rows of text; datasets with equal arrangements can share a batch.
+    """Makes samples from rows of text; datasets with equal arrangements can fill one batch.
 
     Attributes:
         sequence_length: S, tokens in a sample.
@@ -91,7 +91,8 @@ class Arrangement:
         if (reads_ends or options.eod_mask_loss) and options.eod is None:
             raise ValueError(
                 "--reset-position-ids, --reset-attention-mask and --eod-mask-loss act on the "
-                "end-of-document token, and the tokenizer has none."
+                "end-of-document token, and the tokenizer has none. Leave these flags out, or "
+                "use a tokenizer that has one."
             )
 
     def empty_rows(self, count: int) -> TextRows:
@@ -183,16 +184,16 @@ def _with_borders(
 
 def count_from(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
     """Return positions that count from 0 again at each start."""
-    origin = np.zeros(sequence_length, np.int64)
-    origin[starts] = starts
-    return np.arange(sequence_length) - np.maximum.accumulate(origin)
+    last_start = np.zeros(sequence_length, np.int64)
+    last_start[starts] = starts
+    return np.arange(sequence_length) - np.maximum.accumulate(last_start)
 
 
 def causal_mask(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.bool_]:
     """Return a mask [1, S, S], True = hidden: later tokens, and tokens of other documents."""
     segment = np.zeros(sequence_length, np.int64)
     segment[starts] = 1
-    segment = np.cumsum(segment)
+    segment = np.cumsum(segment)  # number of the document of each token
     position = np.arange(sequence_length)
     later = position[None, :] > position[:, None]
     return (later | (segment[None, :] != segment[:, None]))[None]

@@ -1,7 +1,7 @@
 """BERT samples: sentence pairs with masked tokens, from data of ``--split-sentences``.
 
-A pair is two adjacent ranges of sentences of one document, swapped with probability 1/2; to
-predict whether they are swapped is Megatron's second task (sentence order, its ``sop`` loss). A
+A pair is two adjacent ranges of sentences of one document, swapped with probability 1/2.
+Megatron's second loss (sentence order, ``sop``) predicts whether the ranges are swapped. A
 sample depends on seed and index only.
 """
 
@@ -16,7 +16,7 @@ from mcore_data.datasets.masking import SentenceOptions, choose_spans, word_cont
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
 from mcore_data.tokenizers.protocol import Tokenizer
 
-_MASKED = 0.8  # of the hidden tokens; half of the others become random ids
+_MASKED = 0.8  # share of hidden tokens that become [MASK]; half of the rest become random ids
 _NO_LABEL = -1
 _BERT_MASKING = SentenceOptions()
 
@@ -165,12 +165,12 @@ class BERTDataset:
     ) -> dict[str, NDArray[Any]]:
         """Join the parts, mask tokens and pad."""
         ids, S = self.ids, self.sequence_length
+        # [CLS] a [SEP] b [SEP]; without a second part only [CLS] a [SEP].
         text = np.concatenate([[ids.cls], a, [ids.sep], b, [ids.sep][: len(b)]])
         types = np.zeros(S, np.int64)
         types[len(a) + 2 : len(text)] = 1
         maskable = np.ones(len(text), bool)
-        maskable[[0, len(a) + 1]] = False
-        maskable[-1] = False
+        maskable[[0, len(a) + 1, -1]] = False  # [CLS] and both [SEP]
         share = self.masking.mask_prob
         budget = max(1, min(int(share * target), round(len(text) * share)))
         spans = choose_spans(text, maskable, ids.continues, self.masking, budget, random)
@@ -212,5 +212,5 @@ def replace_hidden(
     """Return replacements of masked tokens: 80 % mask id, 10 % random id, 10 % unchanged."""
     kind = random.random(len(tokens))
     drawn = random.integers(0, ids.vocab_size, len(tokens))
-    shown = np.where(kind < _MASKED, ids.mask, drawn)
-    return np.where(kind >= (1 + _MASKED) / 2, tokens, shown)
+    replaced = np.where(kind < _MASKED, ids.mask, drawn)
+    return np.where(kind >= (1 + _MASKED) / 2, tokens, replaced)

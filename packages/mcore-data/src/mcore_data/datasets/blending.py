@@ -1,6 +1,6 @@
 """Mixes datasets by weight, in a deterministic order.
 
-Each sample comes from the dataset that is furthest behind its share; ties go to the lowest
+Each sample comes from the dataset that is furthest below its share; ties go to the lowest
 number. This is Megatron's rule and gives Megatron's order exactly, with one exception: a
 dataset of weight 0 never gives a sample, while in Megatron it can win a tie.
 """
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from mcore_data.indexed.caching import cached_arrays
 
-_SHORTEST_STRETCH = 256
-_MOST_DATASETS = np.iinfo(np.int16).max - 1
+_MIN_CHUNK = 256
+_MAX_DATASETS = np.iinfo(np.int16).max - 1
 
 
 class MapDataset(Protocol):
@@ -34,10 +34,8 @@ class MapDataset(Protocol):
 def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
     """Return weights scaled to sum 1."""
     values = np.asarray(weights, np.float64)
-    if not 1 <= len(values) <= _MOST_DATASETS:
-        raise ValueError(
-            f"{len(values)} datasets cannot be blended: 1 to {_MOST_DATASETS} can."
-        )
+    if not 1 <= len(values) <= _MAX_DATASETS:
+        raise ValueError(f"{len(values)} datasets cannot be blended: 1 to {_MAX_DATASETS} can.")
     if not np.isfinite(values).all() or values.min() < 0 or values.sum() == 0:
         raise ValueError(f"blending weights {list(weights)}: give numbers >= 0, not all 0.")
     return values / values.sum()
@@ -75,10 +73,10 @@ def draw_slowly(
     counts = np.zeros(len(shares), np.int64)
     drawn = np.empty(size, np.int16)
     for step in range(size):
-        behind = np.where(shares > 0, shares * max(step, 1) - counts, -np.inf)
+        deficit = np.where(shares > 0, shares * max(step, 1) - counts, -np.inf)
         if available is not None:
-            behind[counts >= available] = -np.inf
-        drawn[step] = chosen = int(behind.argmax())
+            deficit[counts >= available] = -np.inf
+        drawn[step] = chosen = int(deficit.argmax())
         counts[chosen] += 1
     return drawn
 
@@ -161,36 +159,38 @@ class OrderedBlend:
         rows_of = {
             number: np.flatnonzero(numbers == number) for number in np.unique(numbers).tolist()
         }
-        inside = self.sample_index[indices]
+        inner_samples = self.sample_index[indices]
         arrangements = [getattr(self.datasets[n], "arrangement", None) for n in rows_of]
         shared = arrangements[0]
         if shared and all(other == shared for other in arrangements):
             # Each dataset writes its rows in place, without another copy.
             text = shared.empty_rows(len(indices))
             for number, rows in rows_of.items():
-                self.datasets[number].write(inside[rows].tolist(), text, rows)  # pyrefly: ignore
+                self.datasets[number].write(inner_samples[rows].tolist(), text, rows)  # pyrefly: ignore
             stacked = shared.arrange(text)
         else:
-            stacked = self._stack(rows_of, inside)
+            stacked = self._stack(rows_of, inner_samples)
         return stacked | {"dataset_id": numbers.astype(np.int64)}
 
     def _stack(
-        self, rows_of: dict[int, NDArray[np.intp]], inside: NDArray[np.int64]
+        self, rows_of: dict[int, NDArray[np.intp]], inner_samples: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
         """Copy samples to their rows; ``rows_of`` maps a dataset to rows of the batch."""
         stacked: dict[str, NDArray[Any]] = {}
         for number, rows in rows_of.items():
-            for key, values in read_batch(self.datasets[number], inside[rows].tolist()).items():
+            for key, values in read_batch(
+                self.datasets[number], inner_samples[rows].tolist()
+            ).items():
                 if key not in stacked:
-                    shape = (len(inside), *values.shape[1:])
+                    shape = (len(inner_samples), *values.shape[1:])
                     stacked[key] = np.empty(shape, values.dtype)
                 stacked[key][rows] = values
         return stacked
 
     def ledger(self, num_samples: int) -> list[int]:
         """Return how many of the first ``num_samples`` samples come from each dataset."""
-        given = self.dataset_index[:num_samples]
-        return np.bincount(given, minlength=len(self.datasets)).tolist()
+        dataset_index = self.dataset_index[:num_samples]
+        return np.bincount(dataset_index, minlength=len(self.datasets)).tolist()
 
 
 class BlendedDataset(OrderedBlend):
@@ -241,54 +241,54 @@ def read_batch(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray
 
 
 def _draw(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """Return the result of ``draw_slowly``, fast; datasets without a share give nothing."""
+    """Return the order of ``draw_slowly``; datasets of share 0 give no sample."""
     positive = np.flatnonzero(shares).astype(np.int16)
     return positive[_draw_all(shares[positive], size)]
 
 
 def _draw_all(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """Return the result of ``draw_slowly``, drawing many stretches of the order in parallel.
+    """Return the order of ``draw_slowly``, computed for many chunks of samples in parallel.
 
-    A stretch depends only on the counts at its start, which are approximately known, since no
-    count deviates far from its share. So all stretches are drawn at once from guessed counts,
-    after a run-up that corrects most wrong guesses. A stretch is final if it starts with the
-    counts at the end of the stretch before it; other stretches are drawn again from these
-    counts. The first stretch starts exactly, so the result is exact.
+    A chunk depends only on the counts at its start, which are approximately known, since no
+    count deviates far from its share. So all chunks are drawn at once from estimated counts,
+    after a warm-up of half a chunk that corrects most wrong estimates. A chunk is final if it
+    starts with the counts at the end of the previous chunk; the others are drawn again from
+    these counts. The first chunk starts from exact counts, so the result is exact.
     """
-    stride = max(_SHORTEST_STRETCH, math.isqrt(size))
+    stride = max(_MIN_CHUNK, math.isqrt(size))
     begins = np.arange(0, max(size, 1), stride)
     starts = np.zeros((len(begins), len(shares)), np.int64)
-    run_up = begins[1:] - stride // 2
-    guesses = _guess_counts(shares, run_up)
-    _, starts[1:] = _draw_stretches(shares, run_up, guesses, stride // 2)
+    warm_up = begins[1:] - stride // 2
+    estimates = _estimate_counts(shares, warm_up)
+    _, starts[1:] = _draw_chunks(shares, warm_up, estimates, stride // 2)
     drawn = np.empty((len(begins), stride), np.int16)
     ends = np.empty_like(starts)
     stale = np.arange(len(begins))
     while len(stale):
-        drawn[stale], ends[stale] = _draw_stretches(
-            shares, begins[stale], starts[stale], stride
-        )
+        drawn[stale], ends[stale] = _draw_chunks(shares, begins[stale], starts[stale], stride)
         stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[stale] = ends[stale - 1]
     return drawn.reshape(-1)[:size]
 
 
-def _draw_stretches(
+def _draw_chunks(
     shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[Any], length: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Draw ``length`` samples from each begin; return their datasets and the new counts."""
+    """Draw ``length`` samples of each chunk; return their datasets and the final counts."""
     counts = counts.astype(np.float64)
     rows = np.arange(len(begins))
     drawn = np.empty((length, len(begins)), np.int16)
     for step in range(length):
-        behind = np.maximum(begins + step, 1)[:, None] * shares
-        behind -= counts
-        drawn[step] = chosen = behind.argmax(axis=1)
+        deficit = np.maximum(begins + step, 1)[:, None] * shares
+        deficit -= counts
+        drawn[step] = chosen = deficit.argmax(axis=1)
         counts[rows, chosen] += 1
     return drawn.T, counts.astype(np.int64)
 
 
-def _guess_counts(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+def _estimate_counts(
+    shares: NDArray[np.float64], steps: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return counts that sum to ``steps``: shares rounded down, largest remainders up."""
     exact = steps[:, None] * shares
     counts = np.floor(exact).astype(np.int64)
@@ -301,9 +301,9 @@ def _guess_counts(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDAr
 def _with_numbers(
     drawn: NDArray[np.int16], num_datasets: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Add to each draw its number in its dataset: how many the dataset has given before."""
+    """Number the samples of each dataset consecutively; return (drawn, numbers)."""
     numbers = np.empty(len(drawn), np.int64)
     for dataset in range(num_datasets):
-        own_draws = np.flatnonzero(drawn == dataset)
-        numbers[own_draws] = np.arange(len(own_draws))
+        rows = np.flatnonzero(drawn == dataset)
+        numbers[rows] = np.arange(len(rows))
     return drawn, numbers

@@ -81,7 +81,7 @@ def load_template(template: str, tokenizer: Tokenizer, *, has_marks: bool = Fals
         ) from error
 
     class Generation(Extension):
-        """Puts marks around what ``{% generation %}`` encloses: the assistant's tokens."""
+        """Puts marks around the text of ``{% generation %}`` blocks, the assistant's tokens."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's class attribute)
 
@@ -105,7 +105,7 @@ def load_template(template: str, tokenizer: Tokenizer, *, has_marks: bool = Fals
 
     try:
         compiled = environment.from_string(
-            template or own_template(tokenizer) or CHATML,
+            template or tokenizer_template(tokenizer) or CHATML,
             globals={
                 "raise_exception": refuse,
                 "strftime_now": lambda form: datetime.now().strftime(form),
@@ -122,26 +122,28 @@ def load_template(template: str, tokenizer: Tokenizer, *, has_marks: bool = Fals
     def render(
         messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **more: Any
     ) -> str:
-        given = {**names, **more, "messages": messages}
+        variables = {**names, **more, "messages": messages}
         try:
-            return compiled.render(**given, add_generation_prompt=add_generation_prompt)
+            return compiled.render(**variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program, which may fail in any way
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     return render
 
 
-def own_template(tokenizer: Tokenizer, name: str = "default") -> str:
+def tokenizer_template(tokenizer: Tokenizer, name: str = "default") -> str:
     """Return a tokenizer's chat template, or "" if it has none.
 
-    Of several templates: the one called ``name``, else the default one, else the first.
+    Of several templates the one called ``name`` is returned, else the default, else the first.
     """
     config = getattr(tokenizer, "config", {})
-    own = config.get("chat_template") if isinstance(config, Mapping) else None
-    if isinstance(own, Sequence) and not isinstance(own, str):
-        named = {entry["name"]: entry["template"] for entry in own}
-        own = named.get(name) or named.get("default") or next(iter(named.values()), "")
-    return own or ""
+    template = config.get("chat_template") if isinstance(config, Mapping) else None
+    if isinstance(template, Sequence) and not isinstance(template, str):
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = (
+            by_name.get(name) or by_name.get("default") or next(iter(by_name.values()), "")
+        )
+    return template or ""
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
@@ -168,25 +170,28 @@ def segments(
     if _BEGIN in marked:
         yield from _marked_segments(marked, messages)
         return
-    done = ""
+    text_so_far = ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:number], True, tools=tools)
         answered = render(messages[: number + 1], False, tools=tools)
-        if not (prompt.startswith(done) and answered.startswith(prompt)):
+        if not (prompt.startswith(text_so_far) and answered.startswith(prompt)):
             raise ValueError(
-                f"the chat template writes the first {number + 1} messages in another way once "
-                "more of them are there: its turns cannot be separated by position. Use a "
-                "template that only adds."
+                f"the chat template renders the first {number + 1} messages differently when "
+                "more messages follow, so that its turns cannot be separated by position. Use "
+                "a template that appends only, or one with {% generation %} blocks."
             )
-        yield prompt[len(done) :], False
+        yield prompt[len(text_so_far) :], False
         yield answered[len(prompt) :], bool(message.get("learn", True))
-        done = answered
-    if not marked.startswith(done):
-        raise ValueError("the chat template rewrites a chat's turns at its end.")
-    if len(marked) > len(done):
-        yield marked[len(done) :], False
+        text_so_far = answered
+    if not marked.startswith(text_so_far):
+        raise ValueError(
+            "the chat template renders earlier turns differently at the end of a chat. Use a "
+            "template that appends only, or one with {% generation %} blocks."
+        )
+    if len(marked) > len(text_so_far):
+        yield marked[len(text_so_far) :], False
 
 
 def _marked_segments(
@@ -198,8 +203,9 @@ def _marked_segments(
     if len(learns) != len(blocks) - 1:
         if not all(learns):
             raise ValueError(
-                f'{len(learns)} messages of the assistant, of which some have "learn": false, '
-                f"and {len(blocks) - 1} generation blocks: the template needs one for each."
+                f"the chat has {len(learns)} messages of the assistant, some with "
+                f'"learn": false, and the template renders {len(blocks) - 1} generation '
+                "blocks: it must render one for each message of the assistant."
             )
         learns = [True] * (len(blocks) - 1)
     if blocks[0]:
@@ -234,13 +240,13 @@ def check_template_writes(
     text = render(messages, False, tools=tools)
     if tools and text == render(messages, False, tools=None):
         raise ValueError(
-            "the chat template has no place for tools: leave tools out, or give a "
-            "--chat-template that writes them"
+            "the chat template does not render tools: leave tools out, or give a "
+            "--chat-template that renders them"
         )
     plain = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
     if plain != messages and text == render(plain, False, tools=tools):
         raise ValueError(
-            "the chat template does not write tool_calls: give a --chat-template that does"
+            "the chat template does not render tool_calls: give a --chat-template that does"
         )
 
 

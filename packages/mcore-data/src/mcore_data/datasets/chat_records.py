@@ -1,8 +1,8 @@
 """Reads JSONL records of chats and preferences, checks their messages, collects the faults.
 
-One error names the faulty lines of a whole file, each with what to change. Messages are brought
-into the form that chat templates expect, for training as for serving: a content of text parts
-becomes one text, and the arguments of a tool call become an object.
+One error lists the faulty lines of a whole file, each with what to change. Messages are
+converted to the form that chat templates expect, in training and in serving: a content of text
+parts becomes one text, and the arguments of a tool call become an object.
 """
 
 import json
@@ -29,7 +29,7 @@ def encode_records(
     on_bad_record: OnBadRecord = "refuse",
     flag: str = "--input",
 ) -> Iterator[T]:
-    """Yield ``encode(record)`` for each record of a JSONL file; blank lines are passed over.
+    """Yield ``encode(record)`` for each record of a JSONL file; blank lines are ignored.
 
     Args:
         path: the file.
@@ -84,13 +84,13 @@ _ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 
 def messages_of(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the checked messages of a record of any form that published datasets have.
+    """Return the checked messages of a record in one of the usual forms of chat datasets.
 
     A record has messages under ``key``; or ``conversations`` with from and value (ShareGPT),
     ``instruction``, ``input`` and ``output`` (Alpaca), or ``prompt`` and ``completion``.
 
     Raises:
-        ValueError: for another form, or wrong messages.
+        ValueError: if the record has another form, or its messages are wrong.
     """
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     if key in record:
@@ -107,7 +107,8 @@ def messages_of(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         prompt, answer = record["prompt"], record["completion"]
         if isinstance(prompt, list) != isinstance(answer, list):
             raise ValueError(
-                "of prompt and completion one is a text: give both as texts or lists"
+                "one of prompt and completion is a text, the other a list: give both as texts "
+                "or both as lists of messages"
             )
         turns = [*prompt, *answer] if isinstance(prompt, list) else _ask(prompt, answer)
         return checked_messages([*system, *turns], "prompt")
@@ -122,7 +123,7 @@ def _ask(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 def _from_sharegpt(turn: Any) -> Any:
-    """Return a turn with role and content; one that has other keys is left as it is."""
+    """Convert a ShareGPT turn to role and content; return any other value unchanged."""
     if not isinstance(turn, Mapping) or "from" not in turn or "role" in turn:
         return turn
     role = turn["from"]
@@ -137,24 +138,24 @@ def checked_messages(messages: object, name: str) -> list[dict[str, Any]]:
         name: its key, for errors.
 
     Raises:
-        ValueError: if it is no list of messages with a role and a text or tool calls.
+        ValueError: if the value is not a list of messages with a role and a text or tool calls.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{name!r} is not a list of messages, each with role and content")
     for number, message in enumerate(messages, 1):
-        place = f"message {number} of {name!r}"
+        where = f"message {number} of {name!r}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             keys = f" (keys: {', '.join(message)})" if isinstance(message, Mapping) else ""
-            raise ValueError(f"{place} has no role{keys}: a message has role and content")
+            raise ValueError(f"{where} has no role{keys}: a message has role and content")
         if message.get("content") is None and not message.get("tool_calls"):
-            raise ValueError(f"{place} has no content (keys: {', '.join(message)})")
+            raise ValueError(f"{where} has no content (keys: {', '.join(message)})")
         if (
             message["role"] == "assistant"
             and message.get("learn", True)
             and not any(map(message.get, ("content", "tool_calls", "reasoning_content")))
         ):
             raise ValueError(
-                f'{place} is an empty answer: leave it out, or add "learn": false to it'
+                f'{where} is an empty answer: leave it out, or add "learn": false to it'
             )
     return [template_message(message) for message in messages]
 
@@ -163,14 +164,17 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message for a chat template: content as one string, arguments as objects.
 
     Raises:
-        ValueError: for a content that is no text, or arguments of a call that are not JSON.
+        ValueError: if the content is not a text, or the arguments of a call are not JSON.
     """
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise ValueError(f"a part of a content is no text but {kind!r}: leave it out")
+                raise ValueError(
+                    f"a part of a content has the type {kind!r}: only texts are supported, "
+                    "leave the part out"
+                )
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"the content {content!r} is not a text: put it in quotes")
@@ -181,13 +185,18 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, not its JSON text."""
+    """Return a tool call with its arguments parsed to an object."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise ValueError('a tool call is {"function": {"name": ..., "arguments": ...}}')
+        raise ValueError(
+            f"the tool call {call!r} has no function: write "
+            '{"function": {"name": "...", "arguments": {}}}'
+        )
     arguments = call["function"].get("arguments")
     if not isinstance(arguments, Mapping):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, TypeError, RecursionError):
-            raise ValueError("arguments of tool_calls must be JSON.") from None
+            raise ValueError(
+                f"the arguments {arguments!r} of a tool call are not JSON: give an object"
+            ) from None
     return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -30,13 +30,13 @@ def parse_blend(words: Sequence[str]) -> Blend:
     An even number of words is parsed as pairs if the first word of every pair is a number.
     """
     if not words:
-        raise ValueError("--data-path names no dataset.")
+        raise ValueError("--data-path is empty: give the prefix of a .bin/.idx pair.")
     numbers = [_as_number(word) for word in words[::2]]
     named = [word for word in words if _as_number(word) is None]
     if len(words) % 2 and named and None not in numbers and len(words) > 1:
         raise ValueError(
-            f"--data-path {' '.join(words)}: {len(words)} words cannot be weights and prefixes "
-            "in turn. One of them is missing."
+            f"--data-path {' '.join(words)}: {len(words)} words cannot be alternating weights "
+            "and prefixes. Add the missing weight or prefix."
         )
     if len(words) % 2 or all(number is None for number in numbers):
         return Blend(tuple(words), None)
@@ -89,7 +89,7 @@ def read_json(flag: str, path: str | Path) -> Any:
     try:
         return json.loads(_read(flag, path))
     except ValueError as error:
-        raise ValueError(f"{flag} {path} is no JSON: {error}") from error
+        raise ValueError(f"{flag} {path} is not JSON: {error}") from error
 
 
 def _read(flag: str, path: str | Path) -> str:

@@ -41,10 +41,11 @@ class EpochsDataset:
         indices = np.asarray(samples)
         if not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"sample {indices.min()} to {indices.max()} of {len(self)}")
-        epochs, inside = np.divmod(indices, self.per_epoch)
+        epochs, inner_samples = np.divmod(indices, self.per_epoch)
         if (epochs == epochs[0]).all():
-            return read_batch(self.epoch(int(epochs[0])), inside.tolist())
-        rows = [read_batch(self.epoch(e), [i]) for e, i in zip(epochs, inside, strict=True)]
+            return read_batch(self.epoch(int(epochs[0])), inner_samples.tolist())
+        pairs = zip(epochs, inner_samples, strict=True)
+        rows = [read_batch(self.epoch(epoch), [sample]) for epoch, sample in pairs]
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
     @property
@@ -53,13 +54,13 @@ class EpochsDataset:
         return getattr(self.epoch(0), "arrangement", None)
 
     def write(
-        self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
+        self, samples: Sequence[int], rows: TextRows, row_ids: NDArray[np.integer]
     ) -> None:
         """As ``GPTDataset.write``."""
-        epochs, inside = np.divmod(np.asarray(samples), self.per_epoch)
+        epochs, inner_samples = np.divmod(np.asarray(samples), self.per_epoch)
         for epoch in np.unique(epochs):
             selected = epochs == epoch
-            self.epoch(epoch).write(inside[selected].tolist(), rows, places[selected])
+            self.epoch(epoch).write(inner_samples[selected].tolist(), rows, row_ids[selected])
 
     def epoch(self, number: int) -> Any:
         """Return the dataset of one epoch; the two latest datasets are cached."""

@@ -48,8 +48,8 @@ class FillInMiddle:
         """Look up the ids of the config's tokens."""
         if tokenizer is None:
             raise ValueError("--fim-data decodes and encodes text: give --tokenizer-model.")
-        named = ("prefix", "middle", "suffix", "pad")
-        ids = {name: _token_id(tokenizer, f"fim_{name}_token", config) for name in named}
+        roles = ("prefix", "middle", "suffix", "pad")
+        ids = {role: _token_id(tokenizer, f"fim_{role}_token", config) for role in roles}
         split = None
         if config.fim_split_sample:
             split = _token_id(tokenizer, "fim_split_sample", config)
@@ -58,12 +58,15 @@ class FillInMiddle:
     def __call__(
         self, part: NDArray[np.int64], random: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return one document's part, rewritten by chance; an end token stays last."""
+        """Rewrite one document's part with probability ``fim_rate``; an end token stays last.
+
+        With ``split`` the draw decides for the whole part, and a second draw for each fragment.
+        """
         config = self.config
         eod = self.tokenizer.eod
-        ended = len(part) > 0 and eod is not None and part[-1] == eod
-        text = part[:-1] if ended else part
-        end = part[-1:] if ended else part[:0]
+        has_end = len(part) > 0 and eod is not None and part[-1] == eod
+        text = part[:-1] if has_end else part
+        end = part[-1:] if has_end else part[:0]
         if self.split is None:
             return np.concatenate([self.permute(text, random, config.fim_rate), end])
         if random.random() >= config.fim_rate:
@@ -104,7 +107,7 @@ def _token_id(tokenizer: Tokenizer, field: str, config: FIMConfig) -> int:
     number = tokenizer.token_id(name)
     if number is None:
         raise ValueError(
-            f"--{field.replace('_', '-')} {name} is no token of the tokenizer: name one that "
-            "is, or add it by --tokenizer-special-tokens."
+            f"--{field.replace('_', '-')} {name} is not a token of the tokenizer: name one of "
+            "its tokens, or add this one by --tokenizer-special-tokens."
         )
     return number

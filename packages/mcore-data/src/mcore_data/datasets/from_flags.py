@@ -17,7 +17,12 @@ from mcore_data.datasets.mixture import build_mixture, read_mixture
 from mcore_data.datasets.mock import MockDocuments
 from mcore_data.datasets.packing import PackedDataset
 from mcore_data.datasets.preferences import build_preferences
-from mcore_data.datasets.splits import Datasets, build_own_splits, build_splits, open_sequences
+from mcore_data.datasets.splits import (
+    Datasets,
+    build_separate_splits,
+    build_splits,
+    open_sequences,
+)
 from mcore_data.datasets.splitting import NUM_SPLITS, split_bounds
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -27,7 +32,7 @@ log = logging.getLogger(__name__)
 _MOCK_SPLIT = "1,1,1"
 _NO_FIM = FIMConfig()
 _MOCK_MAX_LENGTH = 4095
-_MOCK_MAX_SAMPLES = 8  # of one document: its length over the sequence length
+_MOCK_MAX_SAMPLES = 8  # samples that the longest mock document spans
 
 
 def build_gpt_datasets(
@@ -83,7 +88,10 @@ def build_gpt_datasets(
     builds: list[Any] = [build, partial(build, options=of_valid), build]
     if config.sft or config.preferences:
         if fim.fim_data:
-            raise ValueError("--fim-data rewrites documents, and the data are chats: drop one.")
+            raise ValueError(
+                "--fim-data rewrites plain documents, and the data of --sft and of --objective "
+                "dpo are chats: leave one of these options out."
+            )
         builds = [
             partial(
                 _build_chats if config.sft else build_preferences,
@@ -104,8 +112,8 @@ def build_gpt_datasets(
         if builds[0]:
             epoch = _Epoch(config, builds[0], seed)
             train = _build_changing(config, epoch, num_samples[0], samples_before)
-        own = (None, config.valid_data_path, config.test_data_path)
-        return (train, *build_own_splits(own, config, builds, num_samples)[1:])
+        split_words = (None, config.valid_data_path, config.test_data_path)
+        return (train, *build_separate_splits(split_words, config, builds, num_samples)[1:])
     return build_splits(config, builds, num_samples)
 
 
@@ -133,8 +141,8 @@ def build_valid_sets(
     blend = parse_blend(config.valid_data_path)
     if blend.weights is not None:
         raise ValueError(
-            "--multiple-validation-sets scores each dataset by itself: leave the weights out "
-            "of --valid-data-path."
+            "--multiple-validation-sets evaluates each dataset separately: leave the weights "
+            "out of --valid-data-path."
         )
     datasets: dict[str, GPTDataset | PackedDataset | OrderedBlend] = {}
     names = config.validation_set_names or blend.prefixes
@@ -184,14 +192,14 @@ def build_indices(
         create_attention_mask_in_dataloader=False,
     )
     valid = config.full_validation or num_samples[1] > 0
-    wanted = ("train", *["valid"] * valid, *["test"] * (num_samples[2] > 0))
+    splits = ("train", *["valid"] * valid, *["test"] * (num_samples[2] > 0))
     common = {"sequence_length": sequence_length, "seed": seed}
-    built = build_gpt_datasets(plain, None, **common, num_samples=num_samples, only=wanted)
-    found = {name: len(data) if data else 0 for name, data in zip(SPLITS, built, strict=True)}
+    built = build_gpt_datasets(plain, None, **common, num_samples=num_samples, only=splits)
+    counts = {name: len(data) if data else 0 for name, data in zip(SPLITS, built, strict=True)}
     if config.multiple_validation_sets and valid:
         sets = build_valid_sets(plain, None, **common, num_samples=num_samples[1])
-        found |= {f"valid {name}": len(dataset) for name, dataset in sets.items()}
-    return found
+        counts |= {f"valid {name}": len(dataset) for name, dataset in sets.items()}
+    return counts
 
 
 def _build_changing(
@@ -206,7 +214,7 @@ def _build_changing(
             "--data-mixture-path needs a number of samples: give --train-iters or "
             "--train-samples."
         )
-    mixture = read_mixture(config.data_mixture_path, parse_blend, samples_before)
+    mixture = read_mixture(config.data_mixture_path, samples_before)
     return build_mixture(mixture, build_epoch, num_samples)
 
 
@@ -231,8 +239,8 @@ def _build_mock(
 ) -> Datasets:
     """Build mock datasets, with short documents for short sequences.
 
-    The index has a row per sample: thousands of tokens per document, cut into short sequences,
-    would take seconds to index for a run of a few steps.
+    The sample index covers whole documents and has a row per sample. Long documents cut into
+    short sequences would take seconds to index, for a run of a few steps.
     """
     vocab_size = tokenizer.vocab_size if tokenizer else config.mock_vocab_size
     documents = MockDocuments(

@@ -150,14 +150,14 @@ class GPTDataset:
         return self.arrangement.arrange(rows)
 
     def write(
-        self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
+        self, samples: Sequence[int], rows: TextRows, row_ids: NDArray[np.integer]
     ) -> None:
         """Write the text of samples to rows of a batch, from which ``arrange`` makes samples.
 
         Args:
             samples: numbers of the samples, [b].
             rows: rows of the batch; other rows do not change.
-            places: row of each sample, [b].
+            row_ids: row of each sample, [b].
 
         Raises:
             IndexError: if a sample does not exist.
@@ -169,26 +169,26 @@ class GPTDataset:
         part_lengths = []
         if self.transform is None and (num_tokens == size).all():
             text = self.sequences.gather(parts.sequences, parts.offsets, parts.lengths)
-            rows.text[places] = text.reshape(-1, size)  # the copy converts to int64
+            rows.text[row_ids] = text.reshape(-1, size)  # the copy converts to int64
             if self.arrangement.options.needs_borders:
                 part_lengths = np.split(parts.lengths, begins[1:])
         else:
-            rows.text[places] = self.transform.pad if self.transform else 0
-            for sample, place, start, count in zip(
-                samples, places, begins, parts.counts, strict=True
+            rows.text[row_ids] = self.transform.pad if self.transform else 0
+            for sample, row, start, count in zip(
+                samples, row_ids, begins, parts.counts, strict=True
             ):
-                own_parts = slice(start, start + count)
-                part_lengths.append(self._fill(rows.text[place], parts, own_parts, sample))
+                sample_parts = slice(start, start + count)
+                part_lengths.append(self._fill(rows.text[row], parts, sample_parts, sample))
             num_tokens = np.array([min(sum(n), size) for n in part_lengths])
-        rows.num_tokens[places] = num_tokens
+        rows.num_tokens[row_ids] = num_tokens
         if self._blocked is not None and (blocked := self._blocked[parts.sequences]).any():
             stored_lengths = np.split(parts.lengths, begins[1:])
             self._hide(
-                rows, places, np.split(blocked, begins[1:]), part_lengths or stored_lengths
+                rows, row_ids, np.split(blocked, begins[1:]), part_lengths or stored_lengths
             )
         # part_lengths is empty if no option needs borders.
-        for place, lengths in zip(places, part_lengths, strict=False):
-            rows.part_ends[place] = np.cumsum(lengths)
+        for row, lengths in zip(row_ids, part_lengths, strict=False):
+            rows.part_ends[row] = np.cumsum(lengths)
 
     def parts(self, samples: Sequence[int]) -> Parts:
         """Return the ranges of stored sequences that samples consist of.
@@ -206,11 +206,11 @@ class GPTDataset:
         begins = ends - counts
         # For each sample the positions first, first + 1, ..., last in the order of documents.
         # Inner documents are read in full; the first starts at an offset, the last is cut.
-        line = np.arange(ends[-1]) - np.repeat(begins - first[:, 0], counts)
-        sequences = self.index.documents[line]
+        positions = np.arange(ends[-1]) - np.repeat(begins - first[:, 0], counts)
+        sequences = self.index.documents[positions]
         stops = self.sequences.lengths[sequences].astype(np.int64)
         stops[ends - 1] = last[:, 1] + int(self.shift_labels)
-        offsets = np.zeros(len(line), np.int64)
+        offsets = np.zeros(len(positions), np.int64)
         offsets[begins] = first[:, 1]
         return Parts(sequences, offsets, stops - offsets, counts)
 
@@ -220,12 +220,14 @@ class GPTDataset:
         columns = (parts.sequences.tolist(), parts.offsets.tolist(), parts.lengths.tolist())
         return list(zip(*columns, strict=True))
 
-    def places(self, sequence: int) -> list[int]:
+    def samples_with(self, sequence: int) -> list[int]:
         """Return the samples that contain tokens of a stored sequence, in text order."""
-        line = np.flatnonzero(self.index.documents == sequence)
-        rows = self.index.samples[:, 0]
-        first = np.maximum(np.searchsorted(rows, line, side="left") - 1, 0)
-        last = np.searchsorted(rows, line, side="right")
+        positions = np.flatnonzero(self.index.documents == sequence)  # one for each epoch
+        # Row r of ``samples`` starts at document position starts[r]. A sequence may be in the
+        # last row that starts before it, and in all rows that start in it.
+        starts = self.index.samples[:, 0]
+        first = np.maximum(np.searchsorted(starts, positions, side="left") - 1, 0)
+        last = np.searchsorted(starts, positions, side="right")
         rows = [row for a, b in zip(first, last, strict=True) for row in range(a, b)]
         rows = [row for row in dict.fromkeys(rows) if row < len(self.index.shuffle)]
         samples = np.argsort(self.index.shuffle)[np.array(rows, np.int64)].tolist()
@@ -239,33 +241,33 @@ class GPTDataset:
     def _hide(
         self,
         rows: TextRows,
-        places: NDArray[np.integer],
+        row_ids: NDArray[np.integer],
         blocked: Sequence[NDArray[np.bool_]],
         lengths: Sequence[NDArray[np.int64]],
     ) -> None:
-        """Overwrite blocked documents, and note their tokens for the loss mask.
+        """Overwrite blocked documents, and record their tokens for the loss mask.
 
         Args:
             rows: filled rows.
-            places: row of each sample.
+            row_ids: row of each sample.
             blocked: for each sample, whether each part is of a blocked document.
             lengths: for each sample, tokens of each part.
         """
         size = rows.text.shape[1]
-        for place, parts, sizes in zip(places.tolist(), blocked, lengths, strict=True):
-            hidden = np.repeat(parts, sizes)[:size]
+        for row, is_blocked, sizes in zip(row_ids.tolist(), blocked, lengths, strict=True):
+            hidden = np.repeat(is_blocked, sizes)[:size]
             if hidden.any():
                 hidden = np.pad(hidden, (0, size - len(hidden)))
-                rows.text[place, hidden] = self.arrangement.options.eod or 0
-                rows.hidden[place] = hidden
+                rows.text[row, hidden] = self.arrangement.options.eod or 0
+                rows.hidden[row] = hidden
 
     def _fill(
-        self, row: NDArray[np.int64], parts: Parts, own_parts: slice, sample: int
+        self, row: NDArray[np.int64], parts: Parts, sample_parts: slice, sample: int
     ) -> NDArray[np.int64]:
         """Write one short or rewritten sample to a row; return the lengths of its parts."""
-        lengths = parts.lengths[own_parts]
+        lengths = parts.lengths[sample_parts]
         text = self.sequences.gather(
-            parts.sequences[own_parts], parts.offsets[own_parts], lengths
+            parts.sequences[sample_parts], parts.offsets[sample_parts], lengths
         )
         text = text.astype(np.int64)
         if self.transform is not None:

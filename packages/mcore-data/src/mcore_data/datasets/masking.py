@@ -77,22 +77,22 @@ def choose_spans(
     chances = (1 / sizes) / (1 / sizes).sum()
     hidden = np.zeros(len(words), bool)
     spans: list[tuple[int, int]] = []
-    left = budget
+    remaining = budget
     for first in random.permutation(len(words)).tolist():
-        if left <= 0 or len(spans) == max_spans > 0:
+        if remaining <= 0 or len(spans) == max_spans > 0:
             break
         if options.geometric:
             n = min(int(random.geometric(_GEOMETRIC_PROB)), options.max_ngram)
         else:
             n = int(random.choice(sizes, p=chances))
         n = min(n, _unbroken(words, first, n))
-        while n and words[first + n - 1][1] - words[first][0] > left:
+        while n and words[first + n - 1][1] - words[first][0] > remaining:
             n -= 1
         if n == 0 or hidden[first : first + n].any():
             continue
         hidden[first : first + n] = True
         spans.append((words[first][0], words[first + n - 1][1]))
-        left -= spans[-1][1] - spans[-1][0]
+        remaining -= spans[-1][1] - spans[-1][0]
     return sorted(spans)
 
 
@@ -102,10 +102,10 @@ def _words(
     """Return the ranges of positions that are masked together."""
     begins = maskable.copy()
     if continues is not None:
-        goes_on = continues[tokens] & maskable
-        goes_on[1:] &= maskable[:-1]
-        goes_on[:1] = False
-        begins &= ~goes_on
+        is_continuation = continues[tokens] & maskable
+        is_continuation[1:] &= maskable[:-1]
+        is_continuation[:1] = False
+        begins &= ~is_continuation
     starts = np.flatnonzero(begins)
     limits = np.append(starts[1:], len(tokens))
     stops = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_data.datasets.blending import OrderedBlend, draw_phases
-from mcore_data.datasets.data_paths import read_json
+from mcore_data.datasets.data_paths import parse_blend, read_json
 from mcore_data.datasets.epochs import EpochsDataset
 
 
@@ -32,15 +32,12 @@ class Mixture:
 
 
 def read_mixture(
-    path: str | Path,
-    parse: Callable[[list[str]], Any],
-    samples_before: Callable[[int], int] | None = None,
+    path: str | Path, samples_before: Callable[[int], int] | None = None
 ) -> Mixture:
     """Read the phases of a mixture.
 
     Args:
         path: the JSON file.
-        parse: parses the words of a ``data_path`` to ``prefixes`` and ``weights``.
         samples_before: maps a step to the samples used before it, for ``from_step``.
 
     Raises:
@@ -62,7 +59,7 @@ def read_mixture(
                 f"--data-mixture-path {path}: a phase has data_path and either from_sample or "
                 f"from_step, not {sorted(entry)}."
             )
-        blend = parse([str(word) for word in entry["data_path"]])
+        blend = parse_blend([str(word) for word in entry["data_path"]])
         if blend.weights is None:
             raise ValueError(
                 f"--data-mixture-path {path}: give a weight before each prefix of a phase."
@@ -72,8 +69,8 @@ def read_mixture(
             begins.append(int(entry["from_sample"]))
         elif samples_before is None:
             raise ValueError(
-                f"--data-mixture-path {path}: steps are known in training only; give "
-                "from_sample."
+                f"--data-mixture-path {path}: from_step needs the batch sizes of a training "
+                "run; give from_sample."
             )
         else:
             begins.append(samples_before(int(entry["from_step"])))
@@ -88,7 +85,7 @@ def read_mixture(
 
 
 def begins_at_steps(path: str | Path) -> bool:
-    """Whether a phase of the file begins at a step, so that it depends on batch sizes."""
+    """Whether a phase begins at a step, so that the order depends on batch sizes."""
     entries = read_json("--data-mixture-path", path)
     return any("from_step" in entry for entry in entries)
 

@@ -14,7 +14,7 @@ from mcore_data.datasets.bert import BertIds
 from mcore_data.datasets.gpt import GPTDataset, PartTransform
 from mcore_data.datasets.t5 import T5Ids
 
-_RECKONED_TOKENS = 1_024
+_ESTIMATED_TOKENS = 1_024  # of a document: half the mean length of MockDocuments
 _PLAIN = SampleOptions()
 
 
@@ -60,7 +60,7 @@ class MockDocuments:
     ) -> NDArray[np.int64]:
         """Return ranges of many documents, concatenated."""
         ranges = zip(sequences.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
-        return np.concatenate([self.get(*place) for place in ranges])
+        return np.concatenate([self.get(*document_range) for document_range in ranges])
 
 
 class MockGPTDataset(GPTDataset):
@@ -86,9 +86,9 @@ class MockGPTDataset(GPTDataset):
         options: SampleOptions = _PLAIN,
         transform: PartTransform | None = None,
     ) -> None:
-        # Estimated with half the mean length; if that is too few, more epochs are read.
-        enough = -(-(num_samples * sequence_length + 1) // _RECKONED_TOKENS)
-        documents = MockDocuments(vocab_size, num_documents=min(100_000, enough + 1))
+        # If the estimate is too low, the index covers more epochs.
+        needed = -(-(num_samples * sequence_length + 1) // _ESTIMATED_TOKENS)
+        documents = MockDocuments(vocab_size, num_documents=min(100_000, needed + 1))
         super().__init__(
             documents,
             sequence_length=sequence_length,
@@ -131,7 +131,7 @@ def mock_t5_ids(vocab_size: int) -> T5Ids:
     """Return special ids of mock text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels."""
     if vocab_size < 128:
         raise ValueError(
-            f"--mock-vocab-size {vocab_size} has no room for 100 sentinels and text: use 128 "
+            f"--mock-vocab-size {vocab_size} is too small for 100 sentinels and text: use 128 "
             "or more."
         )
     sentinels = tuple(range(vocab_size - 100, vocab_size))

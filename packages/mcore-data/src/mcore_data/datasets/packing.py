@@ -81,11 +81,14 @@ class PackedDataset:
         self.seed = seed
         lengths = np.asarray(texts.lengths)
         if weights is not None and not np.array_equal(lengths, weights.lengths):
-            raise ValueError("the loss masks are not of the same lengths as the texts.")
+            raise ValueError(
+                "the loss masks and the texts differ in length: prepare both pairs again from "
+                "one input."
+            )
         ids = range(len(lengths)) if document_ids is None else document_ids
         self.document_ids = ids = np.asarray(ids, np.int64)
-        said = f"packing-1 {sequence_length} {too_long} {len(ids)}"
-        digest = hashlib.blake2b(said.encode(), digest_size=16)
+        settings = f"packing-1 {sequence_length} {too_long} {len(ids)}"
+        digest = hashlib.blake2b(settings.encode(), digest_size=16)
         digest.update(ids.data)
         digest.update(np.ascontiguousarray(lengths).data)
 
@@ -98,7 +101,7 @@ class PackedDataset:
         )
         self.per_epoch = len(self.rows) - 1
         self.num_samples = num_samples or self.per_epoch
-        self._held_order = (-1, np.zeros(0, np.int64))
+        self._cached_order = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return self.num_samples
@@ -110,22 +113,22 @@ class PackedDataset:
         S = self.sequence_length
         tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
         loss_mask = np.zeros(S, np.float32)
-        starts, place = [], 0
+        ends, start = [], 0
         blocked = getattr(self.sequences, "blocked", None)
         for source in self.sources(sample):
             text = self.sequences.get(*source)
             is_blocked = blocked is not None and blocked[source[0]]
-            stop = place + len(text) - 1
-            tokens[place:stop], labels[place:stop] = text[:-1], text[1:]
-            if is_blocked:  # attention stays inside a text, so zeros reach no other one
-                tokens[place:stop] = labels[place:stop] = 0
+            stop = start + len(text) - 1
+            tokens[start:stop], labels[start:stop] = text[:-1], text[1:]
+            if is_blocked:  # attention is limited to one text, so no other text sees the zeros
+                tokens[start:stop] = labels[start:stop] = 0
             elif self.weights is None:
-                loss_mask[place:stop] = 1.0
+                loss_mask[start:stop] = 1.0
             else:
-                loss_mask[place:stop] = self.weights.get(*source)[1:]
-            starts.append(stop)
-            place = stop
-        borders = np.array(starts)
+                loss_mask[start:stop] = self.weights.get(*source)[1:]
+            ends.append(stop)
+            start = stop
+        borders = np.array(ends)
         borders = borders[borders < S]
         return {
             "tokens": tokens,
@@ -139,15 +142,15 @@ class PackedDataset:
         """Return the texts of a sample as (sequence, offset, number of tokens)."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        epoch, place = divmod(sample, self.per_epoch)
-        row = int(self._order(epoch)[place])
-        mine = self.pieces[self.rows[row] : self.rows[row + 1]]
-        return [tuple(piece) for piece in mine.tolist()]
+        epoch, position = divmod(sample, self.per_epoch)
+        row = int(self._order(epoch)[position])
+        pieces = self.pieces[self.rows[row] : self.rows[row + 1]]
+        return [tuple(piece) for piece in pieces.tolist()]
 
-    def places(self, sequence: int) -> list[int]:
+    def samples_with(self, sequence: int) -> list[int]:
         """Return the samples that contain tokens of a stored sequence."""
-        own_pieces = np.flatnonzero(self.pieces[:, 0] == sequence)
-        rows = np.unique(np.searchsorted(self.rows, own_pieces, side="right") - 1)
+        pieces = np.flatnonzero(self.pieces[:, 0] == sequence)
+        rows = np.unique(np.searchsorted(self.rows, pieces, side="right") - 1)
         epochs = range(-(-len(self) // self.per_epoch))
         samples = [
             epoch * self.per_epoch + int(position)
@@ -157,10 +160,10 @@ class PackedDataset:
         return [sample for sample in samples if sample < len(self)]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        if self._held_order[0] != epoch:
+        if self._cached_order[0] != epoch:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
-            self._held_order = (epoch, order)
-        return self._held_order[1]
+            self._cached_order = (epoch, order)
+        return self._cached_order[1]
 
 
 def cut_texts(
@@ -174,20 +177,23 @@ def cut_texts(
     Raises:
         ValueError: if no text has two tokens.
     """
-    most = sequence_length + 1
+    max_tokens = sequence_length + 1
     ids = ids[lengths[ids] > 1]
     if too_long == "skip":
-        ids = ids[lengths[ids] <= most]
+        ids = ids[lengths[ids] <= max_tokens]
     sizes = lengths[ids].astype(np.int64)
     if not len(ids):
-        raise ValueError("there is no text to pack: each needs two tokens or more.")
+        raise ValueError(
+            "there is no text to pack: a text needs at least two tokens, and with "
+            f'too_long="skip" at most {max_tokens}.'
+        )
     counts = np.ones_like(sizes)
     if too_long == "split":
         counts = -(-(sizes - 1) // sequence_length)
     firsts = np.cumsum(counts) - counts
     number = np.arange(counts.sum()) - np.repeat(firsts, counts)
     offsets = number * sequence_length
-    stops = np.minimum(np.repeat(sizes, counts), offsets + most)
+    stops = np.minimum(np.repeat(sizes, counts), offsets + max_tokens)
     return np.stack([np.repeat(ids, counts), offsets, stops - offsets], axis=1)
 
 
@@ -206,39 +212,39 @@ def pack(
     needs = pieces[:, 2] - 1
     order = np.argsort(-needs, kind="stable")
     row_of = np.empty(len(pieces), np.int64)
-    rooms, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    place = 0
-    for need, wanted in zip(*_runs(needs[order]), strict=True):
-        rows, rooms, counts = _place(need, wanted, rooms, counts, sequence_length)
-        row_of[order[place : place + wanted]] = rows
-        place += wanted
+    rooms, run_sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    start = 0
+    for need, count in zip(*_runs(needs[order]), strict=True):
+        rows, rooms, run_sizes = _place(need, count, rooms, run_sizes, sequence_length)
+        row_of[order[start : start + count]] = rows
+        start += count
     by_row = np.argsort(row_of, kind="stable")
-    per_row = np.bincount(row_of, minlength=int(counts.sum()))
+    per_row = np.bincount(row_of, minlength=int(run_sizes.sum()))
     return pieces[by_row], np.concatenate([[0], np.cumsum(per_row)])
 
 
 def _place(
     need: int,
-    wanted: int,
+    count: int,
     rooms: NDArray[np.int64],
     counts: NDArray[np.int64],
     sequence_length: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Place ``wanted`` pieces of length ``need`` into the first rows with room for them.
+    """Place ``count`` pieces of length ``need`` into the first rows with room for them.
 
-    Consecutive rows with equal room form a run: ``rooms`` holds the room of each run's rows,
-    ``counts`` the number of its rows.
+    Consecutive rows with equal room form a run: ``rooms`` holds the free positions of a row of
+    each run, ``counts`` the number of rows of each run.
 
     Returns:
         The row of each piece, and the new ``rooms`` and ``counts``.
     """
-    opened = -(-wanted // (sequence_length // need))  # enough new rows for all pieces
+    opened = -(-count // (sequence_length // need))  # enough new rows for all pieces
     rooms = np.append(rooms, sequence_length)
     counts = np.append(counts, opened)
     firsts = np.cumsum(counts) - counts
     fits = rooms // need  # pieces that fit a row of each run
     before = np.cumsum(fits * counts) - fits * counts
-    taken = np.clip(wanted - before, 0, fits * counts)
+    taken = np.clip(count - before, 0, fits * counts)
     fits = np.maximum(fits, 1)
     # Each run is cut in three: rows that take ``fits`` pieces, one row with ``extra`` pieces if
     # any, and rows that take none.
@@ -253,8 +259,8 @@ def _place(
     untouched[-1] = 0  # new rows that were not needed
     rooms = np.stack([rooms - fits * need * (filled > 0), rooms - extra * need, rooms], axis=1)
     counts = np.stack([filled, partial, untouched], axis=1)
-    kept = counts.reshape(-1) > 0
-    return np.concatenate(rows), rooms.reshape(-1)[kept], counts.reshape(-1)[kept]
+    is_used = counts.reshape(-1) > 0
+    return np.concatenate(rows), rooms.reshape(-1)[is_used], counts.reshape(-1)[is_used]
 
 
 def _runs(values: NDArray[np.int64]) -> tuple[list[int], list[int]]:

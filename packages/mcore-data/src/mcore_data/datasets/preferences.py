@@ -1,9 +1,9 @@
 """Pairs of a chosen and a rejected answer to one prompt, for preference optimization.
 
-A stored text is the chosen conversation followed by the rejected one. Its marks tell which
-tokens are answers: 1 in the chosen and 2 in the rejected answer, and 3 at the first token of
-the rejected conversation, which is never a label. A row packs full pairs; each conversation is
-a document of its own, which attends to nothing else.
+A stored text is the chosen conversation followed by the rejected one. A second pair of files
+marks each token: 1 in the chosen answer, 2 in the rejected answer, 3 at the first token of the
+rejected conversation, which is never a label, and 0 elsewhere. A row packs full pairs; each
+conversation is a document of its own, and attention does not cross its borders.
 """
 
 import logging
@@ -124,7 +124,8 @@ class _Encoder:
         kinds = {isinstance(record[key], str) for key in ("chosen", "rejected")}
         if len(kinds) > 1:
             raise ValueError(
-                "of chosen and rejected one is a text: give both as texts or as lists"
+                "one of chosen and rejected is a text, the other a list: give both as texts or "
+                "both as lists of messages"
             )
         encoded = self._texts(record) if True in kinds else self._chats(record)
         for name, ids in zip(("prompt", "chosen", "rejected"), encoded, strict=True):
@@ -158,16 +159,16 @@ class _Encoder:
         )
         same = [a == b for a, b in zip(chosen, rejected, strict=False)]
         num_common = same.index(False) if False in same else len(same)
-        beginning = record.get("prompt")
-        if isinstance(beginning, str):
-            beginning = [{"role": "user", "content": beginning}]
-        if beginning is not None:
-            beginning = checked_messages(beginning, "prompt")
+        prompt = record.get("prompt")
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt is not None:
+            prompt = checked_messages(prompt, "prompt")
         # Many published sets repeat the prompt in both answers, which are then whole chats.
-        if beginning is None or chosen[:num_common][-len(beginning) :] == beginning:
-            beginning = chosen[:num_common]
+        if prompt is None or chosen[:num_common][-len(prompt) :] == prompt:
+            prompt = chosen[:num_common]
             chosen, rejected = chosen[num_common:], rejected[num_common:]
-            if not beginning:
+            if not prompt:
                 raise ValueError(
                     "chosen and rejected begin with different messages, and there is no "
                     "prompt: both must begin with the messages of the prompt"
@@ -179,18 +180,26 @@ class _Encoder:
                     "the prompt once, as prompt or at the beginning of both answers"
                 )
         tools = record.get("tools") or None
-        text = self.render(beginning, True, tools=tools)
+        prompt_text = self.render(prompt, True, tools=tools)
         answers = []
         for answer in (chosen, rejected):
-            check_template_writes([*beginning, *answer], self.render, tools)
-            whole = self.render([*beginning, *answer], False, tools=tools)
-            if not whole.startswith(text):
+            check_template_writes([*prompt, *answer], self.render, tools)
+            conversation = self.render([*prompt, *answer], False, tools=tools)
+            if not conversation.startswith(prompt_text):
                 raise ValueError(
-                    "the chat template writes the prompt in another way before an answer: use "
-                    "a template that only adds."
+                    "the chat template renders the prompt differently when an answer follows: "
+                    "use a template that appends only."
                 )
-            answers.append(self.tokenizer.encode(whole[len(text) :], add_special_tokens=False))
-        return self.tokenizer.encode(text, add_special_tokens=False), answers[0], answers[1]
+            answers.append(
+                self.tokenizer.encode(
+                    conversation[len(prompt_text) :], add_special_tokens=False
+                )
+            )
+        return (
+            self.tokenizer.encode(prompt_text, add_special_tokens=False),
+            answers[0],
+            answers[1],
+        )
 
 
 class PreferenceDataset(PackedDataset):
@@ -232,22 +241,22 @@ class PreferenceDataset(PackedDataset):
         S = self.sequence_length
         row = {name: np.zeros(S, np.int64) for name in ("tokens", "labels", ANSWER_IDS)}
         row |= {name: np.zeros(S, np.float32) for name in ("loss_mask", PAIR_MASK)}
-        starts: list[int] = []
-        place = 0
+        ends: list[int] = []
+        start = 0
         for pair, source in enumerate(self.sources(sample)):
             text, marks = self.sequences.get(*source), self.marks.get(*source)
             border = int(np.flatnonzero(marks == _BORDER)[0])
             for answer, part in enumerate((slice(0, border), slice(border, None))):
                 ids, counts = text[part], np.isin(marks[part][1:], (_CHOSEN, _REJECTED))
-                stop = place + len(ids) - 1
-                row["tokens"][place:stop], row["labels"][place:stop] = ids[:-1], ids[1:]
-                row["loss_mask"][place:stop] = counts
-                row[ANSWER_IDS][place:stop] = 2 * pair + answer
+                stop = start + len(ids) - 1
+                row["tokens"][start:stop], row["labels"][start:stop] = ids[:-1], ids[1:]
+                row["loss_mask"][start:stop] = counts
+                row[ANSWER_IDS][start:stop] = 2 * pair + answer
                 if answer == 0:
-                    row[PAIR_MASK][place] = 1.0
-                starts.append(stop)
-                place = stop
-        borders = np.array([start for start in starts if start < S])
+                    row[PAIR_MASK][start] = 1.0
+                ends.append(stop)
+                start = stop
+        borders = np.array([end for end in ends if end < S])
         positions = {"position_ids": count_from(borders, S)}
         return row | positions | packed_borders(borders, S)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcore_data.indexed.caching import cached_arrays
 
-_SEPARATE_BELOW = 0.80
+_SEPARATE_BELOW = 0.80  # Megatron's: used share of the final epoch
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_LIMIT = 2**32 - 2
 _FORMAT = b"sample-index-1"
@@ -77,20 +77,20 @@ def build_sample_index(
     # Each document is shuffled as one int64 that holds its id and its length. The order equals
     # that of shuffling ids, and no random access to ``lengths`` is needed afterwards.
     is_range = isinstance(ids, range)
-    deck = np.arange(ids.start, ids.stop, ids.step) if is_range else ids.astype(np.int64)
-    cards = deck.view(np.int32).reshape(-1, 2)  # little-endian: [id, upper half of id = 0]
-    cards[:, 1] = lengths[ids.start : ids.stop : ids.step] if is_range else lengths[ids]
-    tokens_per_epoch = int(cards[:, 1].sum(dtype=np.int64))
+    packed = np.arange(ids.start, ids.stop, ids.step) if is_range else ids.astype(np.int64)
+    columns = packed.view(np.int32).reshape(-1, 2)  # little-endian: [id, upper half of id = 0]
+    columns[:, 1] = lengths[ids.start : ids.stop : ids.step] if is_range else lengths[ids]
+    tokens_per_epoch = int(columns[:, 1].sum(dtype=np.int64))
     num_epochs = count_epochs(tokens_per_epoch, spec)
     separate = _is_final_epoch_separate(tokens_per_epoch, num_epochs, spec)
     random = np.random.RandomState(spec.seed)  # Megatron's order needs the legacy generator
-    dealt = _shuffle_documents(deck, num_epochs, random, separate)
-    dealt = dealt.view(np.int32).reshape(-1, 2)
-    samples = cut_samples(dealt[:, 1], spec)
+    shuffled = _shuffle_documents(packed, num_epochs, random, separate)
+    columns = shuffled.view(np.int32).reshape(-1, 2)
+    samples = cut_samples(columns[:, 1], spec)
     num_samples = len(samples) - 1
     before_final = _samples_before(tokens_per_epoch, num_epochs, spec)
     parts = [0, before_final, num_samples] if separate else [0, num_samples]
-    documents = np.ascontiguousarray(dealt[:, 0])
+    documents = np.ascontiguousarray(columns[:, 0])
     return SampleIndex(documents, samples, _shuffle_samples(parts, random))
 
 
@@ -201,10 +201,10 @@ def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpe
 def _is_final_epoch_separate(
     tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec
 ) -> bool:
-    """Whether so little of the final epoch is used that it is shuffled separately.
+    """Whether less than 80 % of the final epoch is used, so that it is shuffled separately.
 
-    Shuffled together, the epochs would be mixed: some documents would be seen once less, in no
-    particular order.
+    Shuffled together with the other epochs, the unused documents would be missing at random
+    places of the whole run, not at its end.
     """
     if num_epochs == 1:
         return False
@@ -215,18 +215,18 @@ def _is_final_epoch_separate(
 
 
 def _shuffle_documents(
-    deck: NDArray[np.int64], num_epochs: int, random: np.random.RandomState, separate: bool
+    documents: NDArray[np.int64], num_epochs: int, random: np.random.RandomState, separate: bool
 ) -> NDArray[np.int64]:
-    """Return all epochs shuffled together, or the last separately; may change ``deck``."""
+    """Return all epochs shuffled together, or the last separately; may change ``documents``."""
     if num_epochs == 1:
-        random.shuffle(deck)
-        return deck
-    dealt = np.tile(deck, num_epochs - separate)
-    random.shuffle(dealt)
+        random.shuffle(documents)
+        return documents
+    shuffled = np.tile(documents, num_epochs - separate)
+    random.shuffle(shuffled)
     if not separate:
-        return dealt
-    random.shuffle(deck)
-    return np.concatenate([dealt, deck])
+        return shuffled
+    random.shuffle(documents)
+    return np.concatenate([shuffled, documents])
 
 
 def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:

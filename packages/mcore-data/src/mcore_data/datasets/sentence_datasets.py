@@ -55,8 +55,8 @@ def build_sentence_datasets(
     """
     if tokenizer is None and not config.mock_data:
         raise ValueError(
-            "hidden tokens need a tokenizer's special ids: give --tokenizer-type "
-            "BertWordPieceLowerCase --vocab-file FILE, or another one that has them."
+            "masking needs the special ids of a tokenizer: give --tokenizer-type "
+            "BertWordPieceLowerCase --vocab-file FILE, or another tokenizer that has them."
         )
     common: dict[str, Any] = {
         "sequence_length": sequence_length,
@@ -90,10 +90,10 @@ def build_sentence_datasets(
     builds = [build if name in only else None for name in SPLITS]
     if not config.mock_data:
         return build_splits(config, builds, num_samples, by_documents=True)
-    # Text ids are between the special ids: the first four (BERT) or three, and T5's last 100.
-    last = 100 if kind == "t5" else 0
+    # Text ids lie between the first four ids, which are special, and T5's 100 sentinels.
+    num_sentinels = 100 if kind == "t5" else 0
     size = tokenizer.vocab_size if tokenizer else vocab_size
-    sentences = MockSentences(4, size - last)
+    sentences = MockSentences(4, size - num_sentinels)
     bounds = split_bounds(config.split or _MOCK_SPLIT, len(sentences.documents) - 1)
     return tuple(
         build(sentences, document_ids=part, num_samples=wanted) if build and part else None

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mcore_data.config import DataConfig
@@ -59,7 +60,7 @@ def build_splits(
     """
     per_split = read_split_words(config)
     if per_split is not None:
-        return build_own_splits(
+        return build_separate_splits(
             per_split, config, builds, num_samples, by_documents=by_documents
         )
     blend = parse_blend(read_words(config))
@@ -67,7 +68,7 @@ def build_splits(
     split = config.split or _DEFAULT_SPLIT
     return tuple(
         _build_blend(
-            _of_split(blend, i, config, num_samples),
+            _blend_of_split(blend, i, config, num_samples),
             config,
             builds[i],
             _Share(
@@ -82,7 +83,7 @@ def build_splits(
     )
 
 
-def build_own_splits(
+def build_separate_splits(
     split_words: Sequence[Sequence[str] | None],
     config: DataConfig,
     builds: Sequence[Any],
@@ -95,7 +96,7 @@ def build_own_splits(
     for i, words in enumerate(split_words):
         is_separate = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i], by_documents=by_documents)
-        blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
+        blend = _blend_of_split(parse_blend(words), i, config, num_samples) if words else None
         if blend and i == SPLITS.index("train"):
             _warn_of_repeats(blend)
         datasets.append(None if is_separate else _build_blend(blend, config, builds[i], share))
@@ -123,14 +124,14 @@ def _build_blend(
         return None
     wanted = share.num_samples
     if len(blend.prefixes) == 1:
-        return _build_one(blend.prefixes[0], config, build, share)
+        return _build_one(config, build, blend.prefixes[0], share)
     if blend.weights is None:
         shares = [replace(share, num_samples=0)] * len(blend.prefixes)
         datasets = [each for each in _build_each(blend, config, build, shares) if each]
         if not datasets:
             return None
-        whole = sum(len(dataset) for dataset in datasets)
-        size = min(wanted, whole) if wanted else whole
+        total = sum(len(dataset) for dataset in datasets)
+        size = min(wanted, total) if wanted else total
         return BlendedDataset(datasets, None, size, config.data_cache_path)
     if not wanted:
         raise ValueError(
@@ -152,7 +153,7 @@ def _build_blend(
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
 
-def _of_split(
+def _blend_of_split(
     blend: Blend, number: int, config: DataConfig, num_samples: Sequence[int]
 ) -> Blend | None:
     """Return the blend of a split; None if it has weights but no number of samples.
@@ -169,23 +170,19 @@ def _build_each(
     blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
 ) -> list[GPTDataset | PackedDataset | None]:
     """Build the datasets of a blend concurrently, since opening them may be slow."""
-
-    def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
-        return _build_one(prefix, config, build, share)
-
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
-        return list(pool.map(one, blend.prefixes, shares))
+        return list(pool.map(partial(_build_one, config, build), blend.prefixes, shares))
 
 
 def _build_one(
-    prefix: str, config: DataConfig, build: Any, share: _Share
+    config: DataConfig, build: Any, prefix: str, share: _Share
 ) -> GPTDataset | PackedDataset | None:
     """Build one split of a dataset; None if the split has no documents and may be empty."""
     sequences = open_sequences(prefix, config)
     size = len(sequences.documents) - 1 if share.by_documents else len(sequences)
     ids = split_bounds(share.split, size)[share.number]
     if not ids and share.may_be_empty and share.num_samples:
-        log.info("no test data: %s has no document for them under the default --split", prefix)
+        log.info("no test split: the default --split leaves no document of %s for it", prefix)
         return None
     if not ids and not share.num_samples:
         return None
@@ -217,11 +214,11 @@ def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
 
 
 def _warn_of_repeats(blend: Blend) -> None:
-    """Warn of a prefix that a blend has several times: its samples are the same each time."""
+    """Warn of a prefix that occurs several times in a blend, each time with equal samples."""
     names = [os.path.normpath(prefix) for prefix in blend.prefixes]
     for name in sorted({name for name in names if names.count(name) > 1}):
         log.warning(
-            "--data-path has %s %d times: each reads the same samples in the same order. Name "
-            "it once, with the sum of the weights.",
+            "--data-path has %s %d times, each with the same samples in the same order. Name "
+            "the prefix once, with the sum of the weights.",
             *(name, names.count(name)),
         )

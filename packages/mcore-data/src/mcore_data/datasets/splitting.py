@@ -16,8 +16,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
     Numbers may be separated by any other characters; missing numbers are 0.
     """
-    is_read = not _NO_SHARE.search(split)
-    numbers = [float(number) for number in _NUMBER.findall(split)] if is_read else []
+    is_wellformed = not _NO_SHARE.search(split)
+    numbers = [float(number) for number in _NUMBER.findall(split)] if is_wellformed else []
     if not 1 <= len(numbers) <= NUM_SPLITS or sum(numbers) == 0:
         raise ValueError(f"--split {split!r}: give up to three shares, such as 969,30,1.")
     numbers += [0.0] * (NUM_SPLITS - len(numbers))

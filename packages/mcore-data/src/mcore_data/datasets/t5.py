@@ -60,7 +60,8 @@ class T5Ids:
         begin = decoder_start(tokenizer)
         if begin is None or tokenizer.eod is None:
             raise ValueError(
-                "T5 needs a tokenizer with an end of text, and with a beginning or padding."
+                "T5 needs a tokenizer with an end-of-text token, and with a beginning-of-text "
+                "or a padding token: choose another --tokenizer-model."
             )
         return T5Ids(
             bos=begin,
@@ -118,9 +119,9 @@ class T5Dataset:
         longest = max(1, round((sequence_length - 2) * masking.mask_prob))
         if 1 + 2 * longest > decoder_sequence_length:
             raise ValueError(
-                f"a decoder of {decoder_sequence_length} tokens may not hold the {longest} "
-                f"that are cut out with as many sentinels: raise "
-                f"--decoder-seq-length to {1 + 2 * longest} or lower --mask-prob."
+                f"--decoder-seq-length {decoder_sequence_length} is too short for up to "
+                f"{longest} masked tokens and as many sentinels: raise it to "
+                f"{1 + 2 * longest}, or lower --mask-prob."
             )
         spec = SentenceMapSpec(
             max_length=sequence_length - 2,
@@ -153,13 +154,13 @@ class T5Dataset:
             random,
             max_spans=len(self.ids.sentinels),
         )
-        encoder, written = cut_spans(text, spans, self.ids.sentinels)
+        encoder, targets = cut_spans(text, spans, self.ids.sentinels)
         E, D = self.sequence_length, self.decoder_sequence_length
-        real = np.arange(D) <= len(written)
+        real = np.arange(D) <= len(targets)
         return {
             "text_enc": _padded(encoder, E, self.ids.pad),
-            "text_dec": _padded([self.ids.bos, *written], D, self.ids.pad),
-            "labels": _padded([*written, self.ids.eos], D, self.ids.pad),
+            "text_dec": _padded([self.ids.bos, *targets], D, self.ids.pad),
+            "labels": _padded([*targets, self.ids.eos], D, self.ids.pad),
             "loss_mask": real.astype(np.float32),
             "enc_mask": (np.arange(E) < len(encoder)).astype(np.int64),
             "dec_mask": real.astype(np.int64),

@@ -20,7 +20,7 @@ from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 
-_PAIRED = 48
+_MAX_PAIRED = 48  # special tokens of which all pairs are probed
 
 log = logging.getLogger(__name__)
 
@@ -96,16 +96,16 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     try:
         return _checked(tokenizer, "words" if is_wordpiece else "gigatoken")
     except (ValueError, ImportError) as error:
-        why = str(error).removesuffix(" Use --engine reference.")
-        log.info("The tokenizer itself encodes, which is many times slower: %s", why)
+        reason = str(error).removesuffix(" Use --engine reference.")
+        log.info("The tokenizer itself encodes, which is many times slower: %s", reason)
         return ReferenceEngine(tokenizer)
 
 
 def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
     """Return the first probe that engine and tokenizer encode differently, or None."""
     probes = [*PROBES, *special_probes(getattr(tokenizer, "special_names", []))]
-    right = tokenizer.encode_batch(probes)
-    for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
+    reference = tokenizer.encode_batch(probes)
+    for text, ids, expected in zip(probes, engine.encode(probes), reference, strict=True):
         if ids.tolist() != expected:
             return text
     return None
@@ -115,8 +115,8 @@ def special_probes(names: Sequence[str]) -> list[str]:
     """Return texts with special tokens in every context that may affect an encoder.
 
     Each name occurs alone, at both ends, doubled, between words, digits, blanks and lines, and
-    next to the following name. All pairs of names occur too; of more than ``_PAIRED`` names an
-    evenly spaced selection is paired.
+    next to the following name. All pairs of names occur too; of more than ``_MAX_PAIRED`` names
+    an evenly spaced selection is paired.
     """
     probes = []
     for name in names:
@@ -129,9 +129,9 @@ def special_probes(names: Sequence[str]) -> list[str]:
         ]
         probes += [f"{name} {name}  {name}\u0301{name}\u4f60"]
     probes += [first + second for first, second in pairwise(names)]
-    few = names[:: -(-len(names) // _PAIRED)] if names else []
-    pairs = "{0}{1} {0} {1}  {0}\n{1}  {0}"
-    return probes + [pairs.format(first, second) for first in few for second in few]
+    paired = names[:: -(-len(names) // _MAX_PAIRED)] if names else []
+    pattern = "{0}{1} {0} {1}  {0}\n{1}  {0}"
+    return probes + [pattern.format(first, second) for first in paired for second in paired]
 
 
 def _checked(tokenizer: Tokenizer, name: str) -> Engine:

@@ -60,9 +60,9 @@ class GigatokenEngine:
         self._normalizer, self._pre_tokenizer = _splitting(tokenizer)
         normalizes = '"NF' in json.dumps(self._normalizer)
         self._check = CharacterCheck(self._open_pair, normalizes=normalizes)
-        before, behind = special_ids(self._tokenizer)
+        before, after = special_ids(self._tokenizer)
         self._before = np.array(before, np.uint32)
-        self._behind = np.array(behind, np.uint32)
+        self._after = np.array(after, np.uint32)
         self.name = f"gigatoken {version('gigatoken')}"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -80,7 +80,7 @@ class GigatokenEngine:
             )
             for i, each in zip(chosen, bare, strict=True):
                 ids[i] = np.array(each, np.uint32)
-        return surrounded(ids, self._before, self._behind)
+        return surrounded(ids, self._before, self._after)
 
     def _with_literals(self, texts: Sequence[str]) -> list[int]:
         """Return the indices of texts that spell out a control piece."""
@@ -195,8 +195,8 @@ class CharacterCheck:
         chars = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
         texts = [_CONTEXT.format(char) for char in chars]
         for char, same in zip(chars, self._encode_equally(texts), strict=True):
-            unsure = self._normalizes and unicodedata.category(char) == "Cn"
-            self._note(char, same=same and not unsure)
+            is_unassigned = self._normalizes and unicodedata.category(char) == "Cn"
+            self._note(char, same=same and not is_unassigned)
 
     def _compare_compositions(self) -> None:
         """Compare the pairs that canonical composition joins; record the second characters.
@@ -205,10 +205,10 @@ class CharacterCheck:
         considered equal, since they may compose in unknown ways.
         """
         chars = [chr(code) for code in range(0x80, 0x33480)]
-        split = [unicodedata.decomposition(char) for char in chars]
+        decompositions = [unicodedata.decomposition(char) for char in chars]
         pairs = [
             "".join(chr(int(code, 16)) for code in each.split())
-            for each in split
+            for each in decompositions
             if each and each[0] != "<"
         ]
         for pair, same in zip(pairs, self._encode_equally(pairs), strict=True):

@@ -67,8 +67,8 @@ _MARKING: list[Any] = [
     *([None, {**_METASPACE, "prepend_scheme": how}] for how in ("always", "first", "never")),
 ]
 _BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-# Of SentencePiece: types of pieces, and the fields of its messages that are known to leave
-# the ids of a text alone (how it was trained, names of ids, how ids are decoded).
+# SentencePiece: types of pieces, and the fields of its messages that are known not to change
+# the ids of a text (training settings, names of ids, decoding).
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _TYPES = {4: "user-defined", 5: "unused"}
 _INERT_TRAINER = {
@@ -123,7 +123,7 @@ def words_gap(tokenizer: Tokenizer) -> str | None:
         if token["normalized"]:
             return f"added token {name!r} with normalized"
         if name[:1] not in string.punctuation or len(name.split()) != 1:
-            return f"added token {name!r}, which may not be found anywhere in a text"
+            return f"added token {name!r}, which does not begin with punctuation or has blanks"
     return _post_processor_gap(parts["post_processor"]) or _added_gap(parts)
 
 
@@ -138,7 +138,7 @@ def _type(part: Any) -> str:
 
 
 def _byte_level_gap(parts: dict[str, Any]) -> str | None:
-    """What is not known of byte pairs over the bytes of words."""
+    """Return the first unsupported part of a byte-level BPE tokenizer, or None."""
     missing = [letter for letter in byte_letters() if letter not in parts["model"]["vocab"]]
     if missing:
         return f"a vocabulary that lacks {len(missing)} of the 256 bytes"
@@ -159,12 +159,12 @@ def _byte_level_gap(parts: dict[str, Any]) -> str | None:
 
 
 def _split(pattern: str | None) -> dict[str, Any]:
-    wanted = {"type": "Split", "behavior": "Isolated", "invert": False}
-    return {**wanted, "pattern": {"Regex": pattern}}
+    options = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return {**options, "pattern": {"Regex": pattern}}
 
 
 def _marked_gap(parts: dict[str, Any]) -> str | None:
-    """What is not known of byte pairs over characters, with bytes for those that have none."""
+    """Return the first unsupported part of a character BPE with byte fallback, or None."""
     vocab = parts["model"]["vocab"]
     missing = [piece for piece in _BYTE_PIECES if piece not in vocab]
     if missing:
@@ -180,17 +180,17 @@ def _marked_gap(parts: dict[str, Any]) -> str | None:
 
 
 def _post_processor_gap(part: dict[str, Any] | None) -> str | None:
-    """What is not known of a post-processor: all that does more than surround a text."""
+    """Return a post-processor that does more than surround a text, described, or None."""
     if part is None or part["type"] == "ByteLevel":
         return None
     if part["type"] == "Sequence":
-        found = map(_post_processor_gap, part["processors"])
-        return next((gap for gap in found if gap), None)
+        gaps = map(_post_processor_gap, part["processors"])
+        return next((gap for gap in gaps if gap), None)
     if part["type"] in ("BertProcessing", "RobertaProcessing"):
         return None
     if part["type"] == "TemplateProcessing":
         texts = [item["Sequence"]["id"] for item in part["single"] if "Sequence" in item]
-        return None if texts == ["A"] else "a template that does not hold the text once"
+        return None if texts == ["A"] else "a template that does not contain the text once"
     return f"post_processor {_type(part)}"
 
 
@@ -201,7 +201,7 @@ def _added_gap(parts: dict[str, Any]) -> str | None:
             if token[flag]:
                 return f"added token {token['content']!r} with {flag}"
         if token["normalized"] and parts["normalizer"] and token["content"].strip(" "):
-            return f"added token {token['content']!r} with normalized beside a normalizer"
+            return f"added token {token['content']!r} with normalized, and a normalizer"
     # The library searches the original text first, then the normalized text.
     bare, normalized = (
         {letter for token in parts["added_tokens"] for letter in token["content"]
@@ -223,10 +223,10 @@ def _model_gap(path: Path) -> str | None:
     unknown = sorted({*trainer} - _INERT_TRAINER - {3, 24, 35})
     unknown += sorted({*normalizer} - {1, 2, 3, 4, 5, 6})
     if unknown:
-        return f"field {unknown[0]} of the model, which is not known"
+        return f"field {unknown[0]} of the model, whose effect is not known"
     if normalizer.get(2):
         name = bytes(normalizer.get(1, b"")).decode(errors="replace")
-        return f"normalization_rule_name {name} (identity is known)"
+        return f"normalization_rule_name {name} (only identity is supported)"
     if normalizer.get(4, 1):
         return "remove_extra_whitespaces"
     if not normalizer.get(5, 1):
@@ -242,7 +242,7 @@ def _pieces_gap(pieces: Sequence[tuple[str, float, int]]) -> str | None:
     normal = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     others = {piece: kind for piece, _, kind in pieces if kind != _NORMAL}
     if len(normal) + len(others) < len(pieces):
-        return "pieces of one name"
+        return "two pieces with equal text"
     if sorted(piece for piece, kind in others.items() if kind == _BYTE) != _BYTE_PIECES:
         return "a model that lacks some of the 256 bytes"
     for piece in normal:
@@ -251,11 +251,11 @@ def _pieces_gap(pieces: Sequence[tuple[str, float, int]]) -> str | None:
             return f"piece {piece!r} without a piece for {lacking[0]!r}"
     for piece, kind in others.items():
         if kind != _CONTROL and _is_merged(piece, normal):
-            return f"piece {piece!r}, which is no text but made of pieces"
+            return f"piece {piece!r}, which is not a normal piece and is joined of two pieces"
     scores = Counter(score for piece, score in normal.items() if _is_merged(piece, normal))
     score, count = max(scores.items(), key=lambda item: item[1], default=(0, 0))
     if count > 1:
-        return f"{count} pieces of one score, {score:g}"
+        return f"{count} pieces with the score {score:g}"
     return None
 
 
@@ -283,23 +283,25 @@ def _read_model(
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield number and value of each field of a protobuf message."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
+        wire_type = key & 7
+        if wire_type == 0:
+            value, offset = _varint(data, offset)
             yield key >> 3, value
             continue
-        size, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
-        yield key >> 3, data[at : at + size]
-        at += size
+        size, offset = (
+            _varint(data, offset) if wire_type == 2 else ({1: 8, 5: 4}[wire_type], offset)
+        )
+        yield key >> 3, data[offset : offset + size]
+        offset += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     """Decode a varint (seven bits per byte, low bits first); return it and the next offset."""
     value = shift = 0
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1
+    while data[offset] & 0x80:
+        value |= (data[offset] & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+    return value | data[offset] << shift, offset + 1

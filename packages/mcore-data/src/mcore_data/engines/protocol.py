@@ -29,21 +29,24 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: if the tokenizer adds other ids than a fixed prefix and suffix.
     """
-    wholes = list(map(tokenizer.encode, _PLAIN))
-    bares = [tokenizer.encode(text, add_special_tokens=False) for text in _PLAIN]
-    pairs = list(zip(wholes, bares, strict=True))
-    for start in range(len(wholes[0]) - len(bares[0]) + 1):
-        before = wholes[0][:start]
-        behind = wholes[0][start + len(bares[0]) :]
-        if all(whole == [*before, *bare, *behind] for whole, bare in pairs):
-            return before, behind
-    raise ValueError("the tokenizer adds more than ids before and behind a text.")
+    full = list(map(tokenizer.encode, _PLAIN))
+    bare = [tokenizer.encode(text, add_special_tokens=False) for text in _PLAIN]
+    pairs = list(zip(full, bare, strict=True))
+    for start in range(len(full[0]) - len(bare[0]) + 1):
+        before = full[0][:start]
+        after = full[0][start + len(bare[0]) :]
+        if all(with_ids == [*before, *ids, *after] for with_ids, ids in pairs):
+            return before, after
+    raise ValueError(
+        "the tokenizer does not add a fixed prefix and suffix of ids to every text, which "
+        "a fast engine requires. Use --engine reference."
+    )
 
 
 def surrounded(
-    ids: list[NDArray[np.integer]], before: NDArray[np.uint32], behind: NDArray[np.uint32]
+    ids: list[NDArray[np.integer]], before: NDArray[np.uint32], after: NDArray[np.uint32]
 ) -> list[NDArray[np.integer]]:
     """Add the ids of ``special_ids`` before and after the ids of each text."""
-    if not len(before) and not len(behind):
+    if not len(before) and not len(after):
         return ids
-    return [np.concatenate((before, each, behind)) for each in ids]
+    return [np.concatenate((before, each, after)) for each in ids]

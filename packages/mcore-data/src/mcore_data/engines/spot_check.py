@@ -22,8 +22,8 @@ FIRST_TEXTS = 256
 PER_NAME = 16
 LONGEST_DRAWN = 1 << 20
 LONGEST_CHOSEN = 1 << 13
-"""Largest number of compared characters of a drawn text and of any other text; of a longer text
-both encode a part."""
+"""Largest number of compared characters of a drawn text and of any other text. Of a longer text
+engine and tokenizer encode a part."""
 _SHOWN = 160
 _CHUNK = 1 << 16
 
@@ -92,8 +92,8 @@ class Verifier:
         """
         chosen = self._choose(texts, seed)
         parts = [texts[i][start:stop] for i, (start, stop) in chosen.items()]
-        again = self._reference.encode_batch(parts) if parts else []
-        for i, part, expected in zip(chosen, parts, again, strict=True):
+        reference = self._reference.encode_batch(parts) if parts else []
+        for i, part, expected in zip(chosen, parts, reference, strict=True):
             is_whole = len(part) == len(texts[i])
             ids = encoded[i] if is_whole else self._engine.encode([part])[0]
             if len(expected) != len(ids) or ids.tolist() != expected:
@@ -110,8 +110,10 @@ class Verifier:
             return {i: (0, len(text)) for i, text in enumerate(texts)}
         first = range(min(max(FIRST_TEXTS - self._num_texts, 0), len(texts)))
         self._num_texts += len(texts)
-        places = {**self._names.places(texts), **self._seen.places(texts)}
-        chosen = {i: _window(texts[i], places.get(i, 0)) for i in sorted({*first, *places})}
+        positions = {**self._names.places(texts), **self._seen.places(texts)}
+        chosen = {
+            i: _window(texts[i], positions.get(i, 0)) for i in sorted({*first, *positions})
+        }
         drawn = np.random.default_rng(list(seed)).random(len(texts)) < SAMPLE_SHARE
         for i in np.flatnonzero(drawn).tolist():
             if i not in chosen or len(texts[i]) <= LONGEST_DRAWN:
@@ -143,7 +145,7 @@ class SeenCharacters:
 
     def places(self, texts: Sequence[str]) -> dict[int, int]:
         """Return the texts with a new character, by index, with the character's position."""
-        found: dict[int, int] = {}
+        positions: dict[int, int] = {}
         for i, text in enumerate(texts):
             if text.isascii():
                 may_be_new = bool(text.encode().translate(None, self._seen_bytes))
@@ -154,9 +156,9 @@ class SeenCharacters:
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
             new = np.flatnonzero(~self._seen[codes])
             if len(new):
-                found[i] = int(new[0])
+                positions[i] = int(new[0])
                 self._note(np.unique(codes[new]))
-        return found
+        return positions
 
     def _note(self, codes: NDArray[np.integer]) -> None:
         self._seen[codes] = True
@@ -173,55 +175,60 @@ class AddedNames:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._left = dict.fromkeys(filter(None, names), PER_NAME)
-        self._patterns = {name[0]: _any_of(self._left, name[0]) for name in self._left}
+        self._remaining = dict.fromkeys(filter(None, names), PER_NAME)  # texts to find
+        self._patterns = {
+            name[0]: _any_of(self._remaining, name[0]) for name in self._remaining
+        }
 
     def places(self, texts: Sequence[str]) -> dict[int, int]:
         """Return the texts with a token that is still counted, by index, with its position."""
-        found: dict[int, int] = {}
+        positions: dict[int, int] = {}
         for i, text in enumerate(texts):
             for first in [first for first in self._patterns if first in text]:
                 matches = list(self._patterns[first].finditer(text))
                 if matches:
-                    found[i] = min(found.get(i, len(text)), matches[0].start())
+                    positions[i] = min(positions.get(i, len(text)), matches[0].start())
                     self._count(first, {match[0] for match in matches})
-        return found
+        return positions
 
     def _count(self, first: str, names: set[str]) -> None:
         """Count a text for each name; a name in ``PER_NAME`` texts is not searched any more."""
         for name in names:
-            self._left[name] -= 1
-        if all(self._left[name] for name in names):
+            self._remaining[name] -= 1
+        if all(self._remaining[name] for name in names):
             return
-        self._left = {name: count for name, count in self._left.items() if count}
+        self._remaining = {name: count for name, count in self._remaining.items() if count}
         del self._patterns[first]
-        if any(name[0] == first for name in self._left):
-            self._patterns[first] = _any_of(self._left, first)
+        if any(name[0] == first for name in self._remaining):
+            self._patterns[first] = _any_of(self._remaining, first)
 
 
 def _any_of(names: Iterable[str], first: str) -> re.Pattern[str]:
-    """Return a pattern that matches the longest of the names that begin with a letter."""
+    """Return a pattern that matches the names beginning with ``first``, the longest first."""
     matching = sorted((name for name in names if name[0] == first), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, matching)))
 
 
-def _window(text: str, place: int, longest: int = LONGEST_CHOSEN) -> tuple[int, int]:
-    """Return the (start, stop) of a text, or of a part around ``place`` if the text is long."""
+def _window(text: str, center: int, longest: int = LONGEST_CHOSEN) -> tuple[int, int]:
+    """Return (start, stop) of a text, or of a part around ``center`` if the text is long."""
     if len(text) <= longest:
         return 0, len(text)
-    start = max(0, min(place - longest // 2, len(text) - longest))
+    start = max(0, min(center - longest // 2, len(text) - longest))
     return start, start + longest
 
 
 def _difference(
-    engine: str, where: str, text: str, found: NDArray[Any], expected: Sequence[int]
+    engine: str, where: str, text: str, ids: NDArray[Any], expected: Sequence[int]
 ) -> str:
     """Return an error message with origin, text, and ids around the first difference."""
-    pairs = zip(found.tolist(), expected, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
-    around = slice(max(same - 2, 0), same + 6)
-    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    pairs = zip(ids.tolist(), expected, strict=False)
+    first_difference = next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(expected))
+    )
+    window = slice(max(first_difference - 2, 0), first_difference + 6)
+    excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return (
-        f"--engine {engine} and the tokenizer differ on {where}, from id {same} on: "
-        f"{found[around].tolist()} instead of {list(expected[around])}. The text is {shown!r}."
+        f"--engine {engine} and the tokenizer differ on {where}, from id {first_difference} "
+        f"on: {ids[window].tolist()} instead of {list(expected[window])}. The text is "
+        f"{excerpt!r}."
     )

@@ -67,9 +67,9 @@ class WordTable:
         np.cumsum(lengths, out=borders[1:])
         shift = self._firsts[numbers]
         shift -= borders[:-1]
-        at = np.repeat(shift, lengths)
-        at += np.arange(len(at))
-        return self._ids[at], borders
+        index = np.repeat(shift, lengths)
+        index += np.arange(len(index))
+        return self._ids[index], borders
 
     def _numbers(
         self, data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
@@ -86,28 +86,33 @@ class WordTable:
         if len(rare):
             spans = zip(starts[rare].tolist(), ends[rare].tolist(), strict=True)
             words = [data[start:end] for start, end in spans]
-            found = list(map(self._long.get, words))
-            if None in found:
-                new = [word for word, number in zip(words, found, strict=True) if not number]
-                fresh = self._learn(list(dict.fromkeys(new)))
-                pairs = zip(words, found, strict=True)
-                found = [number or fresh[word] for word, number in pairs]
-            numbers[rare] = np.fromiter(found, np.int64, len(found))
+            cached = list(map(self._long.get, words))
+            if None in cached:
+                missing = [
+                    word for word, number in zip(words, cached, strict=True) if not number
+                ]
+                learnt = self._learn(list(dict.fromkeys(missing)))
+                pairs = zip(words, cached, strict=True)
+                cached = [number or learnt[word] for word, number in pairs]
+            numbers[rare] = np.fromiter(cached, np.int64, len(cached))
         return numbers
 
     def _find(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the number of each short word, 0 for words not in the table."""
         slots = _slots(low, high, len(self._table))
         numbers = self._table[slots]
-        wrong = (self._low[numbers] != low) | (self._high[numbers] != high)
-        # Linear probing, for all words at once that have hit another word.
-        left = np.flatnonzero(wrong)
-        while len(left):
-            left = left[numbers[left] != 0]  # an empty slot: the word is not in the table
-            slots[left] = (slots[left] + 1) & (len(self._table) - 1)
-            found = self._table[slots[left]]
-            numbers[left] = found
-            left = left[(self._low[found] != low[left]) | (self._high[found] != high[left])]
+        is_other = (self._low[numbers] != low) | (self._high[numbers] != high)
+        # Linear probing, at once for all words whose slot holds another word.
+        rest = np.flatnonzero(is_other)
+        while len(rest):
+            rest = rest[numbers[rest] != 0]  # an empty slot: the word is not in the table
+            slots[rest] = (slots[rest] + 1) & (len(self._table) - 1)
+            slot_numbers = self._table[slots[rest]]
+            numbers[rest] = slot_numbers
+            rest = rest[
+                (self._low[slot_numbers] != low[rest])
+                | (self._high[slot_numbers] != high[rest])
+            ]
         return numbers
 
     def _learn(self, words: list[bytes]) -> dict[bytes, int]:
@@ -144,13 +149,13 @@ class WordTable:
     def _place(self, numbers: NDArray[np.int64]) -> None:
         """Insert words into the table by number."""
         slots = _slots(self._low[numbers], self._high[numbers], len(self._table))
-        # All words write to their free slots; where several share a slot, the last one stays,
-        # and the others try the next slot.
+        # All words are written to their free slots. Of several words for one slot the last
+        # write remains, and the other words try the next slot.
         while len(numbers):
             free = self._table[slots] == 0
             self._table[slots[free]] = numbers[free]
-            left = self._table[slots] != numbers
-            numbers, slots = numbers[left], (slots[left] + 1) & (len(self._table) - 1)
+            is_left = self._table[slots] != numbers
+            numbers, slots = numbers[is_left], (slots[is_left] + 1) & (len(self._table) - 1)
 
     def _clear(self) -> None:
         """Remove all words; number 0 means "no word"."""
@@ -184,31 +189,31 @@ def encode_in_batches(
             the last byte of a match.
     """
     parts = [_divided(text, before_border) for text in texts]
-    found: list[NDArray[np.integer]] = []
+    encoded: list[NDArray[np.integer]] = []
     batch: list[bytes] = []
     size = 0
     for part in chain.from_iterable(parts):
         batch.append(part)
         size += len(part)
         if size >= _BATCH_BYTES:
-            found += encode(batch)
+            encoded += encode(batch)
             batch, size = [], 0
     if batch:
-        found += encode(batch)
-    if len(found) == len(texts):
-        return found
-    rest = iter(found)
-    return [np.concatenate([next(rest) for _ in each]) for each in parts]
+        encoded += encode(batch)
+    if len(encoded) == len(texts):
+        return encoded
+    rest = iter(encoded)
+    return [np.concatenate([next(rest) for _ in text_parts]) for text_parts in parts]
 
 
 def _divided(text: bytes, before_border: re.Pattern[bytes]) -> list[bytes]:
     """Cut a text at borders into parts of about the size of a batch."""
     cuts = [0]
     while len(text) - cuts[-1] > 2 * _BATCH_BYTES:
-        found = before_border.search(text, cuts[-1] + _BATCH_BYTES)
-        if found is None:
+        match = before_border.search(text, cuts[-1] + _BATCH_BYTES)
+        if match is None:
             break
-        cuts.append(found.end() - 1)
+        cuts.append(match.end() - 1)
     return [text[low:high] for low, high in pairwise([*cuts, len(text)])]
 
 
@@ -226,21 +231,21 @@ def _keys(
     more = np.flatnonzero(sizes > 8)
     if len(more):
         rest = sizes[more] - 8
-        behind = _eight_bytes(lanes, starts[more] + 8) & _MASKS[np.minimum(rest, 7)]
+        upper_bytes = _eight_bytes(lanes, starts[more] + 8) & _MASKS[np.minimum(rest, 7)]
         is_short = rest <= _LONGEST_SHORT - 8
-        high[more] = np.where(is_short, high[more] | behind, 0)
+        high[more] = np.where(is_short, high[more] | upper_bytes, 0)
         low[more[~is_short]] = 0
     return low, high
 
 
-def _eight_bytes(lanes: NDArray[np.uint64], at: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _eight_bytes(lanes: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the eight bytes from each position on, from two adjacent 8-byte lanes."""
-    lane = at >> 3
-    shift = ((at & 7) << 3).astype(np.uint64)
-    found = lanes[lane] >> shift
+    lane = positions >> 3
+    shift = ((positions & 7) << 3).astype(np.uint64)
+    words = lanes[lane] >> shift
     lane += 1
-    found |= lanes[lane] << (np.uint64(64) - shift)  # a shift by 64 gives 0
-    return found
+    words |= lanes[lane] << (np.uint64(64) - shift)  # a shift by 64 gives 0
+    return words
 
 
 def _slots(

@@ -25,7 +25,8 @@ from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 
 _WHITE, _WORD, _ALONE = 0, 1, 2
-# First bytes of U+4000 to U+9FFF; with the first of them, U+4E00 is where the Chinese begin.
+# First bytes of U+4000 to U+9FFF in UTF-8. Chinese characters begin at U+4E00, E4 B8 80: after
+# the first byte E4 the second byte must be B8 or more.
 _CHINESE = (0xE4, 0xE9)
 _FIRST_SECOND_BYTE = 0xB8
 _BEGINNING = 3
@@ -47,15 +48,15 @@ class WordEngine:
         gap = words_gap(tokenizer)
         if gap:
             raise ValueError(
-                "--engine words is known to do BERT's tokenizers (WordPiece, BertNormalizer, "
+                "--engine words supports BERT's tokenizers (WordPiece, BertNormalizer, "
                 f"BertPreTokenizer), and this one has {gap}. Use --engine reference."
             )
         assert isinstance(tokenizer, HFTokenizer)
         self._tokenizer = tokenizer
         parts: dict[str, Any] = json.loads(tokenizer.text)
-        before, behind = special_ids(tokenizer)
+        before, after = special_ids(tokenizer)
         self._before = np.array(before, np.uint32)
-        self._behind = np.array(behind, np.uint32)
+        self._after = np.array(after, np.uint32)
         self._max_words = max_words
         self._specials = _longest_of(self._tokenizer.special_names).finditer
         self._normalizer: dict[str, Any] = parts["normalizer"]
@@ -68,7 +69,7 @@ class WordEngine:
         ids = encode_in_batches(
             [text.encode() for text in texts], self._encode_batch, _WHITE_BYTE
         )
-        return surrounded(ids, self._before, self._behind)
+        return surrounded(ids, self._before, self._after)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the tokenizer, without the cache."""
@@ -142,14 +143,14 @@ class _Pieces:
         ids: list[int] = []
         start, pieces, longest = 0, self._first, self._longest_first
         while start < len(word):
-            most = longest.get(word[start : start + _BEGINNING], _BEGINNING)
-            for end in range(min(len(word), start + most), start, -1):
-                found = pieces.get(word[start:end])
-                if found is not None:
+            max_bytes = longest.get(word[start : start + _BEGINNING], _BEGINNING)
+            for end in range(min(len(word), start + max_bytes), start, -1):
+                piece_id = pieces.get(word[start:end])
+                if piece_id is not None:
                     break
             else:
                 return self._unknown
-            ids.append(found)
+            ids.append(piece_id)
             start, pieces, longest = end, self._next, self._longest_next
         return ids
 
@@ -171,8 +172,11 @@ def _longest_of(names: Sequence[str]) -> re.Pattern[bytes]:
     for name in sorted(map(str.encode, names), key=len, reverse=True):
         rests.setdefault(name[:_BEGINNING], []).append(re.escape(name[_BEGINNING:]))
     beginnings = sorted(rests, key=len, reverse=True)
-    found = [b"%s(?:%s)" % (re.escape(one), b"|".join(rests[one])) for one in beginnings]
-    return re.compile(b"|".join(found) or b"(?!)")
+    patterns = [
+        b"%s(?:%s)" % (re.escape(beginning), b"|".join(rests[beginning]))
+        for beginning in beginnings
+    ]
+    return re.compile(b"|".join(patterns) or b"(?!)")
 
 
 def _kinds() -> bytes:
@@ -196,10 +200,12 @@ def _part_chinese(
 ) -> None:
     """Mark each character of U+4E00 to U+9FFF (three bytes) as a word, in place."""
     first, last = _CHINESE
-    at = np.flatnonzero(data - np.uint8(first) <= last - first)
-    if not len(at):
+    positions = np.flatnonzero(data - np.uint8(first) <= last - first)
+    if not len(positions):
         return
-    at = at[(data[at] > first) | (data[at + 1] >= _FIRST_SECOND_BYTE)]
-    starts[at] = ends[at + 2] = True
-    starts[at + 3] |= is_word[at + 3]
-    ends[at - 1] |= is_word[at - 1]
+    positions = positions[
+        (data[positions] > first) | (data[positions + 1] >= _FIRST_SECOND_BYTE)
+    ]
+    starts[positions] = ends[positions + 2] = True
+    starts[positions + 3] |= is_word[positions + 3]
+    ends[positions - 1] |= is_word[positions - 1]

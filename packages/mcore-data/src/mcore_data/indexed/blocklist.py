@@ -49,7 +49,7 @@ def read_blocklist(path: str) -> Blocklist:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if what follows a tab is no number.
+        ValueError: if a tab is not followed by a number.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--blocklist {path} is not a file.")
@@ -78,7 +78,7 @@ def blocked_sequences(
     Args:
         blocklist: the documents to block.
         dataset: an open dataset.
-        cache_folder: folder in which the answer is cached; "" reads all kept values again.
+        cache_folder: folder in which the result is cached; "" reads all kept values again.
 
     Returns:
         bool [S], whether each sequence is blocked.
@@ -95,9 +95,9 @@ def blocked_sequences(
     facts = read_manifest(dataset.prefix)
     if blocklist.values and not facts.get("keep_keys"):
         raise ValueError(
-            f"--blocklist {blocklist.path}: {dataset.prefix} has no kept values, so no "
-            "document can be found by one. Make it with preprocess --keep-keys, or name "
-            "documents by number, as PREFIX, a tab and NUMBER."
+            f"--blocklist {blocklist.path}: {dataset.prefix} has no kept values to compare. "
+            "Write the pair with preprocess --keep-keys, or name documents by number, as "
+            "PREFIX, a tab and NUMBER."
         )
 
     def build() -> list[NDArray[np.bool_]]:
@@ -106,8 +106,8 @@ def blocked_sequences(
         if blocklist.values:
             first = 0
             for rows in read_kept(dataset.prefix, dataset.cache_path):
-                found = [i for i, row in enumerate(rows) if _is_named(row, blocklist.values)]
-                documents[first + np.array(found, np.int64)] = True
+                matches = [i for i, row in enumerate(rows) if _is_named(row, blocklist.values)]
+                documents[first + np.array(matches, np.int64)] = True
                 first += len(rows)
         return [np.repeat(documents, np.diff(dataset.documents))]
 
@@ -117,7 +117,7 @@ def blocked_sequences(
     if not blocked.any():
         return None
     log.info(
-        "--blocklist %s: %d sequences of %s, %d tokens, have no part in training",
+        "--blocklist %s: %d sequences of %s, %d tokens, are left out of training",
         *(blocklist.path, int(blocked.sum()), dataset.prefix),
         int(dataset.lengths[blocked].sum(dtype=np.int64)),
     )

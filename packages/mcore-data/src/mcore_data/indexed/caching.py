@@ -1,9 +1,10 @@
-"""Caches index arrays on disk under a hash of everything that decides them.
+"""Caches index arrays on disk under a hash of everything that determines them.
 
-All processes of a job may call at the same time, also on a shared disk. Files appear whole, by
-rename, and all builders write the same bytes; the lock only avoids building twice, so a file
-system without locks is safe too. No process waits for another one in a collective, and the
-system releases the lock of a builder that crashed.
+All processes of a job may call ``cached_arrays`` at the same time, also on a shared disk. Files
+are renamed into place once they are complete, and all processes write the same bytes; the lock
+only avoids building twice, so a file system without locks is safe too. No process waits for
+another one in a collective, and the operating system releases the lock of a process that
+crashed.
 """
 
 import contextlib
@@ -30,13 +31,13 @@ def cached_arrays(
     Args:
         folder: folder of the cache, made if it does not exist; "" builds in memory and writes
             nothing.
-        key: hash of everything that decides the arrays.
+        key: hash of everything that determines the arrays.
         names: names of the arrays, in the order in which ``build`` returns them.
         build: makes the arrays; must give the same bytes in every process.
 
     Raises:
         ValueError: if arrays are missing and the folder cannot be written.
-        RuntimeError: if a file is empty, truncated or no array.
+        RuntimeError: if a file is empty, truncated or not an array.
     """
     if not folder:
         return list(build())
@@ -44,7 +45,7 @@ def cached_arrays(
     if not _complete(paths):
         _make(Path(folder))
         with _lock(Path(folder) / f".{key}.lock"):
-            if not _complete(paths):  # else a peer has built them meanwhile
+            if not _complete(paths):  # else another process built them in the meantime
                 for path, array in zip(paths, build(), strict=True):
                     replace_file(path, lambda file, array=array: np.save(file, array))
     return [map_array(path) for path in paths]
@@ -73,8 +74,8 @@ def _make(folder: Path) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"--data-cache-path {folder} takes no files ({error.strerror}): name a folder that can "
-        "be written, or one in which mcore-data index has made the indices of this run."
+        f"--data-cache-path {folder} cannot be written ({error.strerror}): name a folder that "
+        "can, or one in which mcore-data index has built the indices of this run."
     )
 
 

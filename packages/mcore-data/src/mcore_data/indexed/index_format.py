@@ -84,7 +84,7 @@ class IdxArrays:
 
 
 def hint_at_pairs(prefix: str | Path) -> str:
-    """Suggest a prefix for one that names no pair; for messages."""
+    """Return advice for an error message: which existing pair a wrong prefix may mean."""
     bare = re.sub(r"\.(bin|idx)$", "", str(prefix))
     if bare != str(prefix) and is_pair(bare):
         return f"A prefix goes without .bin and .idx: give {bare}."
@@ -123,7 +123,7 @@ def read_index(path: str | Path) -> IdxArrays:
     )
     if magic != MAGIC:
         raise CorruptDatasetError(
-            f"{path} is no index: it starts with {magic!r} instead of {MAGIC!r}. "
+            f"{path} is not an index: it starts with {magic!r} instead of {MAGIC!r}. "
             "Give the prefix of a .bin/.idx pair."
         )
     if version != VERSION:
@@ -141,13 +141,13 @@ def read_index(path: str | Path) -> IdxArrays:
             f"document borders take {text_size} bytes, the file has {size}. It is truncated "
             "or overwritten; write the dataset again."
         )
-    pointers_at = HEADER.size + 4 * num_sequences
-    documents_at = pointers_at + 8 * num_sequences
+    pointers_offset = HEADER.size + 4 * num_sequences
+    documents_offset = pointers_offset + 8 * num_sequences
     index = IdxArrays(
         dtype=DTYPES[code],
         lengths=np.frombuffer(buffer, "<i4", num_sequences, HEADER.size),
-        pointers=np.frombuffer(buffer, "<i8", num_sequences, pointers_at),
-        documents=np.frombuffer(buffer, "<i8", num_borders, documents_at),
+        pointers=np.frombuffer(buffer, "<i8", num_sequences, pointers_offset),
+        documents=np.frombuffer(buffer, "<i8", num_borders, documents_offset),
         modes=(
             np.frombuffer(buffer, "i1", num_sequences, text_size) if size != text_size else None
         ),

@@ -28,7 +28,7 @@ class Summary:
     Attributes:
         dtype: dtype of the stored tokens.
         num_documents: documents, empty ones included.
-        num_sequences: sequences; several a document if sentences were split.
+        num_sequences: sequences; several in a document if sentences were split.
         num_tokens: tokens of all sequences.
         shortest: tokens of the shortest sequence; 0 without sequences.
         median: median of the sequences' tokens.
@@ -79,7 +79,7 @@ def find_pairs(name: str | Path, output_prefix: str | Path = "") -> list[str]:
 
     Args:
         name: folder or prefix.
-        output_prefix: a pair that is written itself, and is not listed.
+        output_prefix: pair that the command writes; it is not listed.
 
     Returns:
         Prefixes sorted by name, numbers in names by their value: ``p_2`` before ``p_10``.
@@ -118,8 +118,8 @@ def _by_numbers(name: str) -> list[str | int]:
     return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
-def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
-    """Check a pair by its index and manifest without reading tokens.
+def quick_check(prefix: str | Path, *, cache_path: str | Path = "") -> str:
+    """Check a pair by its index and manifest without reading tokens; describe the result.
 
     Args:
         prefix: prefix of the pair.
@@ -137,11 +137,11 @@ def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
     if "pairs" in facts:
         fits = f"logical dataset of {len(facts['pairs'])} pairs; {fits}"
     if not has_files(prefix, facts):
-        return f"{fits}, but its manifest is of files of other sizes"
+        return f"{fits}, but the sizes in the manifest differ"
     engine = facts.get("tokenizer", {}).get("engine", "")
     checked = facts.get("verification", {}).get("mode", "")
     made = f"; encoded by {engine}, verified: {checked}" if engine and checked else ""
-    return f"{fits}, to the manifest too{made}"
+    return f"{fits}, also to the manifest{made}"
 
 
 def verify_pair(prefix: str | Path) -> str:
@@ -157,16 +157,19 @@ def verify_pair(prefix: str | Path) -> str:
         ValueError: if a token is negative, or the pair is in an object store.
     """
     if is_remote(str(prefix)):
-        raise ValueError(f"{prefix}: every byte is read. Copy the pair to this machine first.")
+        raise ValueError(
+            f"{prefix} is in an object store, and verify reads every byte: copy the pair to "
+            "this machine first."
+        )
     dataset = IndexedDataset(prefix)
     facts = read_manifest(prefix)
     largest = largest_token(dataset)
-    found = (
+    counted = (
         f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
         f"largest id {largest}"
     )
     if not facts:
-        return f"{found}; no manifest, so no checksums"
+        return f"{counted}; no manifest, so no checksums"
     check_files(prefix, facts)
     counts = {
         "documents": dataset.num_documents,
@@ -176,16 +179,16 @@ def verify_pair(prefix: str | Path) -> str:
     for name, count in counts.items():
         if facts.get(name, count) != count:
             raise CorruptDatasetError(
-                f"{prefix} has {count} {name}, its manifest says {facts[name]}: one of the two "
-                "is from another run. Write the dataset again."
+                f"{prefix} has {count} {name}, and {facts[name]} by its manifest: one of the "
+                "two is from another run. Write the dataset again."
             )
     vocab_size = facts.get("tokenizer", {}).get("vocab_size", largest + 1)
     if largest >= vocab_size:
         raise CorruptDatasetError(
             f"{prefix} holds id {largest}, but its manifest's tokenizer has {vocab_size} ids."
         )
-    without = "" if has_digest(facts) else ", which carries no digest of itself"
-    return f"{found}, checksums as in its manifest{without}"
+    note = "" if has_digest(facts) else ", which has no digest of its own"
+    return f"{counted}, checksums as in its manifest{note}"
 
 
 def largest_token(dataset: IndexedDataset) -> int:
@@ -195,16 +198,19 @@ def largest_token(dataset: IndexedDataset) -> int:
     """
     modes = dataset.index.modes
     if modes is None:
-        stretches = dataset.stretches()
+        chunks = dataset.chunks()
     else:
-        stretches = map(dataset.get, np.flatnonzero(modes == 0).tolist())
+        chunks = map(dataset.get, np.flatnonzero(modes == 0).tolist())
     largest = -1
-    for tokens in stretches:
+    for tokens in chunks:
         if not len(tokens):
             continue
         if tokens.min() < 0:
             number = _first_negative(dataset)
-            raise ValueError(f"{dataset.prefix}: sequence {number} holds a negative token id.")
+            raise ValueError(
+                f"{dataset.prefix}: sequence {number} has a negative token id. Write the "
+                "dataset again."
+            )
         largest = max(largest, int(tokens.max()))
     return largest
 

@@ -1,11 +1,11 @@
-"""The JSON file beside a pair that records what the pair holds and how it was made.
+"""The manifest of a pair: a JSON file with the pair's content and how it was made.
 
-``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
-what of the encoding was verified, which records and files were left out, versions, and a
-digest of itself. Manifests of format 1 have no digest.
+``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash, how
+many texts were verified, which records and files were left out, versions, and a digest of its
+other keys. Manifests of format 1 have no digest.
 
-A manifest with ``pairs`` makes a *logical* dataset: an ``.idx`` (and ``.origins``) of its own,
-whose tokens are the ``.bin`` files of other pairs, one after the other.
+A manifest with ``pairs`` makes a *logical* dataset: an ``.idx`` (and ``.origins``) without a
+``.bin``, whose tokens are the concatenated ``.bin`` files of other pairs.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from mcore_data.indexed.index_format import (
 )
 
 DIGEST = "sha256"
-"""Key under which a JSON file holds the digest of all its other keys; its last."""
+"""Last key of a JSON file: the digest of all other keys."""
 
 FORMAT = 2
 _TYPES = {
@@ -60,25 +60,25 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
             ``.bin`` is read. With ``pairs`` there is no ``.bin``.
     """
     facts = dict(facts)
-    known = facts.pop("bin_sha256", "")
+    bin_sha256 = facts.pop("bin_sha256", "")
     paths = [idx_path(prefix)] if "pairs" in facts else [bin_path(prefix), idx_path(prefix)]
     paths += [path for path in (origins_path(prefix), kept_path(prefix)) if path.is_file()]
     files = {
         path.name: {
             "bytes": path.stat().st_size,
-            "sha256": (known if path == bin_path(prefix) else "") or file_sha256(path),
+            "sha256": (bin_sha256 if path == bin_path(prefix) else "") or file_sha256(path),
         }
         for path in paths
     }
-    whole = {"format": FORMAT, **facts, "files": files, "versions": versions()}
-    replace_json(manifest_path(prefix), whole)
+    manifest = {"format": FORMAT, **facts, "files": files, "versions": versions()}
+    replace_json(manifest_path(prefix), manifest)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any]:
     """Read the manifest of a pair; empty if there is none.
 
     Raises:
-        CorruptDatasetError: if it is not as it was written, or of a later format.
+        CorruptDatasetError: if the manifest was changed, or has a later format.
     """
     path = manifest_path(prefix)
     if not path.is_file():
@@ -87,13 +87,14 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
     facts = parse_json(data) or _parse_format_1(data)
     if facts is None or not 1 <= facts.get("format", 0) <= FORMAT:
         raise CorruptDatasetError(
-            f"{path} is damaged or of a later version. Remove it to use the pair without it."
+            f"{path} is damaged or of a later version. Remove it to use the pair without a "
+            "manifest."
         )
     return facts
 
 
 def has_digest(facts: Mapping[str, Any]) -> bool:
-    """Whether a manifest carries a digest of itself, which ``read_manifest`` has checked."""
+    """Whether a manifest has a digest, which ``read_manifest`` has checked."""
     return DIGEST in facts
 
 
@@ -134,10 +135,10 @@ def logical_bins(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dic
 
 def _files(prefix: str | Path, facts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
     """All files of a manifest, each with its bytes and SHA-256."""
-    own = {
+    pair_files = {
         as_path(f"{prefix}{Path(name).suffix}"): file for name, file in facts["files"].items()
     }
-    return own | logical_bins(prefix, facts)
+    return pair_files | logical_bins(prefix, facts)
 
 
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
@@ -164,13 +165,13 @@ def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
         size = path.stat().st_size
         if size != stored["bytes"]:
             raise CorruptDatasetError(
-                f"{path} has {size} bytes, its manifest says {stored['bytes']}: it is "
+                f"{path} has {size} bytes, and {stored['bytes']} by its manifest: it is "
                 "truncated or from another run. Write the dataset again."
             )
         if file_sha256(path) != stored["sha256"]:
             raise CorruptDatasetError(
                 f"{path} does not have the checksum of its manifest: bytes have changed. "
-                "Write the dataset again, or fetch it anew."
+                "Write the dataset again, or copy it again."
             )
 
 
@@ -182,18 +183,18 @@ def file_sha256(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the tokens."""
-    found = {"python": platform.python_version(), "numpy": np.__version__}
+    """Return the versions of Python and of the packages that determine the tokens."""
+    installed = {"python": platform.python_version(), "numpy": np.__version__}
     for name in ("mcore-data", "tokenizers", "sentencepiece", "gigatoken", "orjson", "nltk"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def replace_json(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a JSON file that carries a digest of itself; only one process may at a time."""
+    """Write a JSON file with a digest of its keys; only one process may write at a time."""
     if is_store(path):
         write_durably(path, _render(facts))
         return
@@ -203,8 +204,8 @@ def replace_json(path: Path, facts: Mapping[str, Any]) -> None:
 def parse_json(data: bytes) -> dict[str, Any] | None:
     """Parse a file of ``replace_json``; None if any of its bytes changed.
 
-    The whole text is rendered again and compared, so that white space, the order of keys and
-    keys that occur twice count too.
+    The text is rendered again and compared, so that changes of white space and of the order of
+    keys, and repeated keys, are noticed too.
     """
     try:
         facts = json.loads(data)
@@ -214,7 +215,7 @@ def parse_json(data: bytes) -> dict[str, Any] | None:
 
 
 def _render(facts: Mapping[str, Any]) -> bytes:
-    """Text of a JSON file, the digest added or renewed."""
+    """Return the text of a JSON file, with the digest added or renewed."""
     rest = {name: value for name, value in facts.items() if name != DIGEST}
     digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**rest, DIGEST: digest}, indent=2) + "\n").encode()

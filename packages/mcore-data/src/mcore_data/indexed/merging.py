@@ -1,8 +1,8 @@
 """Joins pairs into one pair or one logical dataset, whose manifest names the pairs.
 
-Manifests decide what may be joined and in which order: all parts of one division, each once,
-by number; and pairs whose ids mean the same. Of pairs without a manifest, such as Megatron's,
-only dtype and kind are known.
+Manifests determine which pairs may be joined and in which order: all parts of one division,
+each once, by number; other pairs only if their ids have the same meaning. Of pairs without a
+manifest, such as Megatron's, only dtype and kind are known.
 """
 
 import hashlib
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 _COPY_BYTES = 8 << 20
 _SAVED_EVERY_S = 5.0
 
-# What must be equal in all pairs, with the option that decides it; a name may lead into a fact.
+# Facts that must be equal in all pairs, with the option that determines each; a dot leads to a
+# key inside a fact.
 _SETTINGS = {
     "tokenizer.sha256": "tokenizer",
     "tokenizer.vocab_size": "tokenizer",
@@ -65,27 +66,27 @@ def merge_pairs(
 ) -> IndexedDataset:
     """Write all documents of some pairs as one pair, or as one logical dataset.
 
-    Parts of a division (``preprocess --partitions``) are joined by their numbers whatever
-    their order here, other pairs in the order given.
+    Parts of a division (``preprocess --partitions``) are joined in the order of their numbers,
+    other pairs in the order given.
 
     Args:
         prefixes: pairs of one dtype and kind.
-        output_prefix: the pair to write; its files appear once they are whole.
+        output_prefix: the pair to write; its files get their names once they are complete.
         overwrite: replace an existing pair at ``output_prefix``. A pair that was joined from
             the same files, by its manifest, is always replaced.
         allow_missing: join parts of a division although some are missing.
         logical: write index, origins and manifest only, and leave the tokens in the pairs,
             which must have manifests. Sizes of the ``.bin`` files and checksums of all others
             are compared, and no token is read.
-        bins_elsewhere: the ``.bin`` files of a logical dataset are not here, but will lie at
-            the same places from its manifest.
-        workers: threads that copy tokens, if all pairs have manifests. The same call after a
-            kill continues with the pairs that were not copied yet.
+        bins_elsewhere: the ``.bin`` files of a logical dataset are on another machine, at the
+            same paths relative to its manifest.
+        workers: threads that copy tokens, if all pairs have manifests. After a kill, the same
+            call continues with the pairs that were not copied yet.
 
     Raises:
         ValueError: if there are no pairs, or they differ in dtype or kind, or by their
-            manifests in a setting that decides ids; if parts are missing, given twice, or of
-            two divisions, or two pairs hold the same input; if ``output_prefix`` is another
+            manifests in a setting that determines ids; if parts are missing, given twice, or of
+            two divisions, or two pairs have the same input; if ``output_prefix`` is another
             finished pair, or another process is writing it.
         CorruptDatasetError: if a pair is damaged, by its index or its manifest.
     """
@@ -126,7 +127,7 @@ def merge_pairs(
                 "dtype": index.dtype.name,
                 **_common(manifests),
                 **parts,
-                "inputs": [one for facts in manifests for one in facts.get("inputs", ())],
+                "inputs": [source for facts in manifests for source in facts.get("inputs", ())],
                 "merged_from": merged_from,
                 **tokens,
             },
@@ -135,7 +136,7 @@ def merge_pairs(
 
 
 def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
-    """Refuse pairs whose manifests differ in what decides the ids."""
+    """Refuse pairs whose manifests differ in a setting that determines ids."""
     without = [prefix for prefix, facts in pairs if not facts]
     if without and len(pairs) > 1:
         log.warning(
@@ -152,28 +153,30 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
             if inner in values:
                 first.setdefault(repr(values[inner]), prefix)
         if len(first) > 1:
-            told = " and ".join(f"{prefix} ({value})" for value, prefix in first.items())
+            values_and_pairs = " and ".join(
+                f"{prefix} ({value})" for value, prefix in first.items()
+            )
             raise ValueError(
-                f"different {option}: {told}, as their manifests say. Merge pairs of one "
-                "setting; a run takes pairs of several by --data-path."
+                f"different {option}: {values_and_pairs}, by their manifests. Merge only pairs "
+                "of equal settings; --data-path of a run takes pairs of different settings."
             )
 
 
 def _order_parts(
     pairs: Sequence[Pair], allow_missing: bool
 ) -> tuple[list[Pair], dict[str, Any]]:
-    """Order the parts of a division by number, and describe what they are together.
+    """Order the parts of a division by number, and describe their union.
 
     Returns:
         The pairs in order, and the fact ``parts`` of the joined pair's manifest; no fact if
-        the parts are the whole.
+        no part is missing.
     """
     whole = [prefix for prefix, facts in pairs if "parts" not in facts]
     if whole:
         other = next(prefix for prefix, facts in pairs if "parts" in facts)
         raise ValueError(
-            f"{other} is a part of a corpus, and {whole[0]} is not by its manifest: merge the "
-            "parts by themselves first, by their prefixes or in a folder of their own."
+            f"{other} is a part of a corpus, and {whole[0]} is not, by its manifest: merge the "
+            "parts alone first, by their prefixes or from a folder that holds only them."
         )
     ordered = sorted(pairs, key=lambda pair: pair[1]["parts"]["numbers"])
     first_prefix, first = ordered[0][0], ordered[0][1]["parts"]
@@ -184,7 +187,7 @@ def _order_parts(
             raise ValueError(
                 f"{first_prefix} (one of {first['of']} parts) and {prefix} (one of "
                 f"{parts['of']}) are of different divisions, or their inputs changed in "
-                "between: merge the parts of one division, made from the same inputs."
+                "between: merge the parts of one division, written from the same inputs."
             )
         for number in parts["numbers"]:
             if number in owners:
@@ -197,24 +200,26 @@ def _order_parts(
     numbers = list(owners)
     if numbers != sorted(numbers):
         raise ValueError(
-            f"parts {numbers} of {first['of']} cannot be brought into order: some of the pairs "
-            "were joined before. Merge the single parts."
+            f"parts {numbers} of {first['of']} cannot be ordered: some of the pairs were "
+            "joined before. Merge the single parts."
         )
     missing = sorted(set(range(first["of"])) - owners.keys())
     if not missing:
         return ordered, {}
-    told = f"{len(missing)} of {first['of']} parts are missing: {', '.join(map(str, missing))}"
+    message = (
+        f"{len(missing)} of {first['of']} parts are missing: {', '.join(map(str, missing))}"
+    )
     if not allow_missing:
         raise ValueError(
-            f"{told} (by the manifests; {first_prefix} is part {numbers[0]}). Make or copy "
+            f"{message} (by the manifests; {first_prefix} is part {numbers[0]}). Make or copy "
             "them, or give --allow-missing to join the others."
         )
-    log.warning("%s", told)
+    log.warning("%s", message)
     return ordered, {"parts": {**first, "numbers": numbers}}
 
 
 def _warn_of_changed_inputs(parts: Sequence[Pair]) -> None:
-    """Warn of an input whose time of change, or ETag, differs between two parts."""
+    """Warn of an input whose modification time, or ETag, differs between two parts."""
     first: dict[str, tuple[str, str]] = {}  # by path: the stamp in the first part, its prefix
     for prefix, facts in parts:
         for source in facts.get("inputs", ()):
@@ -222,30 +227,30 @@ def _warn_of_changed_inputs(parts: Sequence[Pair]) -> None:
             first_stamp, first_prefix = first.setdefault(path, (stamp, prefix))
             if stamp != first_stamp:
                 log.warning(
-                    "%s was changed between %s and %s, by its times of change: unless it was "
-                    "copied, make all parts again.",
+                    "%s has different modification times in the manifests of %s and %s: unless "
+                    "it was only copied, write all parts again.",
                     *(path, first_prefix, prefix),
                 )
                 return
 
 
 def _refuse_repeated_inputs(pairs: Sequence[Pair]) -> None:
-    """Refuse two pairs that hold the same bytes of an input, as a pair and a copy do."""
-    held: dict[tuple[Any, ...], list[tuple[int, float, str]]] = {}
+    """Refuse two pairs made from the same bytes of an input, such as a pair and its copy."""
+    ranges_of: dict[tuple[Any, ...], list[tuple[int, float, str]]] = {}
     for prefix, facts in pairs:
-        for one in facts.get("inputs", ()):
-            identity = tuple(one.get(name) for name in ("path", "size", "stamp"))
-            held.setdefault(identity, []).append(
-                (one.get("start", 0), one.get("stop") or float("inf"), prefix)
+        for source in facts.get("inputs", ()):
+            identity = tuple(source.get(name) for name in ("path", "size", "stamp"))
+            ranges_of.setdefault(identity, []).append(
+                (source.get("start", 0), source.get("stop") or float("inf"), prefix)
             )
-    for (path, *_), ranges in held.items():
+    for (path, *_), ranges in ranges_of.items():
         ranges.sort()
         for (_, stop, before), (start, _, prefix) in pairwise(ranges):
             if start < stop and before != prefix:
                 raise ValueError(
-                    f"{before} and {prefix} both hold {path}, so its documents would be there "
-                    "twice: leave one out. To read a corpus more often, weigh it in "
-                    "--data-path."
+                    f"{before} and {prefix} both hold {path}, so its documents would occur "
+                    "twice: leave one out. To read a corpus more often, give it a larger "
+                    "weight in --data-path."
                 )
     names = [str(Path(prefix).absolute()) for prefix, _ in pairs]
     if len(set(names)) < len(names):
@@ -268,9 +273,12 @@ def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None
 
 
 def _refuse_incomplete(prefix: str, facts: dict[str, Any]) -> None:
-    """Refuse a pair without manifest, or one whose files have other sizes than in it."""
+    """Refuse a pair without manifest, or with files of other sizes than in its manifest."""
     if not facts:
-        raise ValueError(f"{prefix} has no manifest, which a logical dataset needs.")
+        raise ValueError(
+            f"{prefix} has no manifest, which a logical dataset needs: write the pair with "
+            "mcore-data preprocess, or merge without --logical."
+        )
     if not has_files(prefix, facts):
         raise CorruptDatasetError(
             f"{prefix}: a file is missing or of another size than in its manifest. Write the "
@@ -279,7 +287,7 @@ def _refuse_incomplete(prefix: str, facts: dict[str, Any]) -> None:
 
 
 def _list_pairs(pairs: Sequence[Pair], output_prefix: str | Path) -> list[dict[str, Any]]:
-    """Prefix, bytes and SHA-256 of each pair's ``.bin``; prefixes from the output's folder."""
+    """Return prefix, relative to the output's folder, bytes and SHA-256 of each ``.bin``."""
     folder = Path(output_prefix).parent
     return [
         {
@@ -293,9 +301,9 @@ def _list_pairs(pairs: Sequence[Pair], output_prefix: str | Path) -> list[dict[s
 
 
 def _bins(prefix: str, facts: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """The ``.bin`` files of a pair or logical dataset, as the manifest has them."""
-    own = next((file for name, file in facts["files"].items() if name.endswith(".bin")), None)
-    return logical_bins(prefix, facts) if own is None else {bin_path(prefix): own}
+    """Return the ``.bin`` files of a pair or logical dataset, with their manifest entries."""
+    entry = next((file for name, file in facts["files"].items() if name.endswith(".bin")), None)
+    return logical_bins(prefix, facts) if entry is None else {bin_path(prefix): entry}
 
 
 def _join(
@@ -340,10 +348,10 @@ def _join(
 
 
 def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers: int) -> str:
-    """Copy files end to end, several at a time, and compare each with its checksum.
+    """Concatenate files into one, on several threads, and compare each with its checksum.
 
-    ``<target>.json`` lists the files that were copied and flushed, so that the same call after
-    a kill copies only the others.
+    ``<target>.json`` lists the files that were copied and flushed. After a kill, the same call
+    copies only the others.
 
     Args:
         bins: files with their bytes and SHA-256, in order.
@@ -351,7 +359,7 @@ def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers
         workers: number of threads.
 
     Returns:
-        SHA-256 of the whole, which one thread computes in order.
+        SHA-256 of the target, which the calling thread computes in order.
 
     Raises:
         CorruptDatasetError: if a file has another size or checksum.
@@ -364,13 +372,13 @@ def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers
     done: set[int] = set()
     if stored.get("identity") == identity and target.is_file():
         done = set(stored["done"])
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with target.open("r+b" if done else "w+b") as out, ThreadPoolExecutor(workers) as pool:
         out.truncate(starts[-1])
-        left = [number for number in range(len(bins)) if number not in done]
+        remaining = [number for number in range(len(bins)) if number not in done]
         copies = {
             number: pool.submit(_copy_bin, *bins[number], out.fileno(), starts[number])
-            for number in left
+            for number in remaining
         }
         saved_at = time.monotonic()
         try:
@@ -382,7 +390,7 @@ def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers
                     data = os.pread(
                         out.fileno(), min(_COPY_BYTES, starts[number + 1] - position), position
                     )
-                    whole.update(data)
+                    digest.update(data)
                     position += len(data)
                 if time.monotonic() - saved_at > _SAVED_EVERY_S or number == len(bins) - 1:
                     finished = {n for n, copy in copies.items() if copy.done()}
@@ -397,15 +405,15 @@ def copy_bins(bins: Sequence[tuple[Path, dict[str, Any]]], target: Path, workers
                 target.unlink()
                 journal.unlink(missing_ok=True)
             raise
-    return whole.hexdigest()
+    return digest.hexdigest()
 
 
 def _copy_bin(path: Path, file: dict[str, Any], out: int, start: int) -> None:
     digest, position = hashlib.sha256(), start
     if not path.is_file() or path.stat().st_size != file["bytes"]:
         raise CorruptDatasetError(
-            f"{path} is missing or has not the {file['bytes']} bytes of its manifest. Write "
-            "the dataset again."
+            f"{path} is missing or does not have the {file['bytes']} bytes of its manifest. "
+            "Write the dataset again."
         )
     with path.open("rb", buffering=0) as source:
         while data := source.read(_COPY_BYTES):
@@ -414,18 +422,18 @@ def _copy_bin(path: Path, file: dict[str, Any], out: int, start: int) -> None:
     if digest.hexdigest() != file["sha256"] or position != start + file["bytes"]:
         raise CorruptDatasetError(
             f"{path} does not have the checksum of its manifest: bytes have changed. Write the "
-            "dataset again, or fetch it anew."
+            "dataset again, or copy it again."
         )
 
 
 def _check_without_bin(prefix: str, facts: dict[str, Any]) -> None:
     """Check the small files of a pair; its tokens are checked while they are copied."""
-    rest = {name: file for name, file in facts["files"].items() if not name.endswith(".bin")}
-    check_files(prefix, {**facts, "files": rest, "pairs": ()})
+    files = {name: file for name, file in facts["files"].items() if not name.endswith(".bin")}
+    check_files(prefix, {**facts, "files": files, "pairs": ()})
 
 
 def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Facts that are equal in all manifests, and sums of verified and left-out records."""
+    """Return the facts that all manifests share, and sums of verified and skipped records."""
     if not all(manifests):
         return {}
     names = [name.partition(".")[0] for name in _SETTINGS]

@@ -1,9 +1,9 @@
 """Pairs in an object store (``s3://``, ``gs://``, ...): reads by ranges, and uploads.
 
 The small files of a pair are copied once into a local folder. Of the ``.bin`` files only the
-blocks that samples need are requested, all blocks of a batch at once. Blocks that were used
-last are kept in memory, and with ``cache_bytes`` all blocks on a local disk, from which the
-oldest are removed. The loader's processes read batches ahead, each with its own requests.
+blocks that samples need are requested, all blocks of a batch at once. The most recently used
+blocks are kept in memory, and with ``cache_bytes`` all blocks on a local disk, from which the
+oldest are removed. The loader's processes prefetch batches, each with its own requests.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _BLOCK_BYTES = 256 << 10
 _BLOCKS_KEPT = 256
 _PER_FOLDER = 1000
-_CHECKED_SHARE = 20  # the cache's size is looked at after each 20th of its limit
+_CHECKED_SHARE = 20  # the cache's size is measured each time 1/20 of its limit was written
 _REPORT_EVERY_S = 60.0
 
 
@@ -40,15 +40,15 @@ def is_remote(prefix: str | Path) -> bool:
 
 
 def address_of(path: str | Path) -> str:
-    """Return a path as text, one of an object store as a URL."""
+    """Return a path as text; a path in an object store as a URL."""
     return path.url if isinstance(path, StorePath) else str(path)
 
 
 def fetch_file(prefix: str, suffix: str, cache_path: str | Path) -> Path:
-    """Copy ``<prefix><suffix>`` into a local folder unless a copy exists; returns its path.
+    """Copy ``<prefix><suffix>`` into a local folder unless a copy exists; return its path.
 
-    Any number of processes may call at once. The name of the copy is a hash of the address and
-    of the file's size and version in the store, so a file that was replaced is fetched again.
+    Any number of processes may call this at once. The name of the copy is a hash of the address
+    and of the file's size and version in the store, so a replaced file is fetched again.
 
     Raises:
         ValueError: if no folder is given.
@@ -71,10 +71,10 @@ def fetch_file(prefix: str, suffix: str, cache_path: str | Path) -> Path:
 
 
 def upload_files(local_prefix: str | Path, prefix: str | Path, suffixes: Iterable[str]) -> None:
-    """Copy files of a pair to a store, in the order of their suffixes; absent ones are removed.
+    """Copy files of a pair to a store, in the order of their suffixes.
 
-    A store shows an object once it is whole. A reader takes a pair for complete by the file
-    that is copied last.
+    A file that does not exist locally is removed from the store. An object is visible only once
+    it is complete, so a reader recognizes a complete pair by the file that is copied last.
     """
     for suffix in suffixes:
         local, remote = Path(f"{local_prefix}{suffix}"), as_path(f"{prefix}{suffix}")
@@ -94,7 +94,7 @@ class Traffic:
         memory_blocks: blocks found in memory.
         disk_blocks: blocks found in the cache on disk.
         fetched_blocks: blocks requested from the store.
-        fetched_bytes: bytes of these.
+        fetched_bytes: bytes of the requested blocks.
         waited_s: seconds that reads waited for the store.
     """
 
@@ -106,13 +106,13 @@ class Traffic:
 
 
 class StoreBins:
-    """Tokens of ``.bin`` files in an object store, one after the other, read block by block.
+    """Tokens of concatenated ``.bin`` files in an object store, read block by block.
 
     Args:
-        addresses: of the files, with the size of each; a single file may have size None.
+        addresses: size of each file by its address; a single file may have size None.
         dtype: dtype of the tokens.
         cache_path: local folder for blocks.
-        cache_bytes: most bytes of blocks on disk; 0 keeps none there.
+        cache_bytes: largest number of bytes of blocks on disk; 0 disables the disk cache.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StoreBins:
         self._reported = (time.monotonic(), Traffic())
 
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
-        """Read ``count`` tokens from a byte on."""
+        """Read ``count`` tokens that start at a byte."""
         size = self._dtype.itemsize
         parts = []
         while count > 0:
@@ -155,30 +155,30 @@ class StoreBins:
         return np.frombuffer(b"".join(parts), self._dtype)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read ranges of bytes, none of which crosses the end of a file.
+        """Read ranges of bytes; no range may cross the end of a file.
 
-        All blocks that are not held yet are requested at once.
+        All blocks that are not cached are requested at once.
         """
-        found = []
+        parts = []
         step = _BLOCKS_KEPT // 2
         for first in range(0, len(ranges), step):
-            some = [self._within(start, stop) for start, stop in ranges[first : first + step]]
-            wanted = {
+            group = [self._within(start, stop) for start, stop in ranges[first : first + step]]
+            keys = {
                 (number, block): None
-                for number, start, stop in some
+                for number, start, stop in group
                 for block in range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
             }
-            blocks = self._blocks(list(wanted))
-            for number, start, stop in some:
+            blocks = self._blocks(list(keys))
+            for number, start, stop in group:
                 inner = range(start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
-                held = b"".join([blocks[number, block] for block in inner])
+                data = b"".join([blocks[number, block] for block in inner])
                 begin = start - inner.start * _BLOCK_BYTES
-                found.append(held[begin : begin + stop - start])
+                parts.append(data[begin : begin + stop - start])
         self._report()
-        return found
+        return parts
 
     def locate(self, byte: int) -> tuple[str, int]:
-        """Address of the file that holds a byte, and the byte's position in it."""
+        """Return the address of the file with a byte, and the byte's position in the file."""
         number, start, _ = self._within(byte, byte)
         return self._addresses[number], start
 
@@ -213,8 +213,8 @@ class StoreBins:
         return blocks
 
     def _fetch(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        # Looked up at each use: after a fork fsspec makes another file system, with its own
-        # threads and connections.
+        # Opened again for each use: after a fork, fsspec returns another file system, with its
+        # own threads and connections.
         system = open_store(self._addresses[0])[0]
         paths = [open_store(self._addresses[number])[1] for number, _ in keys]
         starts = [block * _BLOCK_BYTES for _, block in keys]
@@ -230,7 +230,7 @@ class StoreBins:
             if len(data) != stop - start:
                 raise CorruptDatasetError(
                     f"{self._addresses[key[0]]} ends before byte {stop}: it is not the file "
-                    "that the index describes."
+                    "that the index describes. Copy .bin and .idx to the store again."
                 )
             self.traffic.fetched_bytes += len(data)
             if self._disk:
@@ -239,7 +239,7 @@ class StoreBins:
         return dict(zip(keys, fetched, strict=True))
 
     def _report(self) -> None:
-        """Log bandwidth and stalls of this process once a minute, while blocks are fetched."""
+        """Log bandwidth and waiting time of this process once a minute of fetching."""
         (since, before), now = self._reported, self.traffic
         elapsed_s = time.monotonic() - since
         if elapsed_s < _REPORT_EVERY_S or now.fetched_blocks == before.fetched_blocks:
@@ -250,7 +250,7 @@ class StoreBins:
         used -= sum((before.memory_blocks, before.disk_blocks, before.fetched_blocks))
         log.info(
             "object store, process %d: %.0f MB in %.1f s of waiting (%.0f MB/s), %.0f %% of "
-            "the time; %.0f %% of %d blocks were held in memory or on the disk",
+            "the time; %.0f %% of %d blocks were cached in memory or on disk",
             *(os.getpid(), fetched_mb, waited_s, fetched_mb / max(waited_s, 1e-9)),
             *(100 * waited_s / elapsed_s,),
             *(100 * (1 - (now.fetched_blocks - before.fetched_blocks) / used), used),
@@ -260,12 +260,12 @@ class StoreBins:
 
 
 class _BlockCache:
-    """Blocks on a local disk, a file each with its checksum, shared by all processes.
+    """Blocks on a local disk, one file with a checksum for each, shared by all processes.
 
     Args:
         root: folder of the blocks of all datasets.
-        name: of this dataset's folder, which changes with the files' versions.
-        limit_bytes: most bytes below ``root``.
+        name: name of this dataset's folder; it changes with the files' versions.
+        limit_bytes: largest number of bytes below ``root``.
     """
 
     def __init__(self, root: Path, name: str, limit_bytes: int) -> None:
@@ -275,7 +275,7 @@ class _BlockCache:
         self._unchecked = limit_bytes  # a cache of an earlier run may be full
 
     def read(self, key: tuple[int, int]) -> bytes | None:
-        """Return a block; None if it is not there or damaged."""
+        """Return a block; None if it is missing or damaged."""
         try:
             data = self._path(key).read_bytes()
         except FileNotFoundError:
@@ -286,7 +286,7 @@ class _BlockCache:
         return data[:-4] if is_whole else None
 
     def write(self, key: tuple[int, int], data: bytes) -> None:
-        """Add a block; a disk that takes none is no error."""
+        """Add a block; errors of the disk are ignored."""
         path = self._path(key)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ class _BlockCache:
 
 
 def _find(address: str) -> tuple[Any, str, dict[str, Any]]:
-    """Return a file's store, its name there, and what the store tells of it."""
+    """Return a file's store, its name in the store, and the store's metadata of the file."""
     system, path = open_store(address)
     try:
         return system, path, system.info(path)

@@ -1,13 +1,13 @@
 """The file that names, for each document of a pair, the input record it was made from.
 
-``<pair>.origins`` holds rows of three little-endian int64: document, input, record. Documents
-from ``document`` on, up to the next row, are consecutive records of the input at index
-``input`` of the manifest's ``inputs``, from ``record`` on, counted from 1. So each input has a
-row, and another one after each record that was left out. Of several rows for one document the
-last counts; input -1 means that the origin is unknown.
+``<pair>.origins`` holds rows of three little-endian int64: document, input, record. A row
+describes the documents from ``document`` up to the next row: they are consecutive records of
+the input at index ``input`` of the manifest's ``inputs``, and the first is record ``record``,
+counted from 1. So each input has a row, and one more after each record that was left out. Of
+several rows for one document the last one is valid; input -1 means that the origin is unknown.
 
 ``<pair>.kept`` holds a line of JSON for each document: the values that ``--keep-keys`` stored,
-under the names of the manifest's ``keep_keys``.
+in the order of the manifest's ``keep_keys``.
 """
 
 import json
@@ -33,7 +33,7 @@ class Origin:
     """The record that a document was made from.
 
     Attributes:
-        path: path of the input, as it was given.
+        path: path of the input, as in the command that read it.
         kind: format of the input's records (see ``records.Kind``).
         size: bytes of the input as stored; 0 if it was a stream.
         start: byte of the input from which records are counted.
@@ -63,11 +63,11 @@ class Origins:
         self._rows = read_origins(prefix, facts)
 
     def find(self, document: int) -> Origin | None:
-        """Origin of a document of the pair; None if it is unknown."""
-        at = int(np.searchsorted(self._rows[:, 0], document, side="right")) - 1
-        if at < 0 or self._rows[at, 1] < 0:
+        """Return the origin of a document of the pair; None if it is unknown."""
+        row = int(np.searchsorted(self._rows[:, 0], document, side="right")) - 1
+        if row < 0 or self._rows[row, 1] < 0:
             return None
-        first, number, record = self._rows[at].tolist()
+        first, number, record = self._rows[row].tolist()
         names = ("path", "kind", "size", "start")
         return Origin(
             **{name: self._inputs[number][name] for name in names},
@@ -95,7 +95,7 @@ def read_kept(prefix: str | Path, cache_path: str | Path = "") -> Iterator[list[
 def kept_values(
     prefix: str | Path, document: int, cache_path: str | Path = ""
 ) -> dict[str, Any]:
-    """Kept values of one document by key; empty if the pair has none."""
+    """Return the kept values of one document by key; empty if the pair has none."""
     names = read_manifest(prefix).get("keep_keys", ())
     if not names:
         return {}
@@ -109,19 +109,19 @@ def kept_values(
 def read_origins(
     prefix: str | Path, facts: Mapping[str, Any], *, bins_elsewhere: bool = False
 ) -> NDArray[np.int64]:
-    """Rows [N, 3] of a pair; ``UNKNOWN`` without origins or if the files differ in size.
+    """Return the rows [N, 3] of a pair; ``UNKNOWN`` without origins or if file sizes differ.
 
     Args:
         prefix: prefix of the pair.
-        facts: its manifest.
-        bins_elsewhere: the ``.bin`` need not be here.
+        facts: manifest of the pair.
+        bins_elsewhere: the ``.bin`` may be missing on this machine.
 
     Raises:
-        CorruptDatasetError: if the file has no whole rows, or its documents do not rise, or it
-            names inputs that the manifest does not have.
+        CorruptDatasetError: if the file ends within a row, its documents are not ascending, or
+            an input is not in the manifest.
     """
-    named = any(name.endswith(".origins") for name in facts.get("files", ()))
-    if not named or not (bins_elsewhere or is_remote(prefix) or has_files(prefix, facts)):
+    is_listed = any(name.endswith(".origins") for name in facts.get("files", ()))
+    if not is_listed or not (bins_elsewhere or is_remote(prefix) or has_files(prefix, facts)):
         return UNKNOWN
     data = origins_path(prefix).read_bytes()
     rows = np.frombuffer(data, "<i8", len(data) // 24 * 3).reshape(-1, 3)

@@ -1,10 +1,11 @@
 """Reads token sequences from Megatron's ``.bin``/``.idx`` pairs.
 
 ``<prefix>.bin`` holds the tokens, little-endian, of one dtype; ``<prefix>.idx`` holds the
-offset and length of each sequence. Opening checks that both files belong together, so that a
-damaged pair is an error and never gives wrong tokens. Tokens are read by memory map, by plain
+offset and length of each sequence. Opening a pair checks that both files match, so a damaged
+pair raises an error and never returns wrong tokens. Tokens are read by memory map, by plain
 file reads or, for an address such as ``s3://bucket/prefix``, from an object store. The tokens
-of a logical dataset (see ``manifest.py``) are read from the ``.bin`` files that it lists.
+of a logical dataset (see ``manifest.py``) are read from the ``.bin`` files that its manifest
+lists.
 """
 
 import os
@@ -32,24 +33,24 @@ from mcore_data.indexed.object_store import (
     is_remote,
 )
 
-_OPEN_BINS = 256  # a process may often open 1024 files
+_OPEN_BINS = 256  # the usual limit of a process is 1024 open files
 
 
 class IndexedDataset:
     """Sequences of tokens in a pair or logical dataset, read by memory map or by file.
 
     ``dataset[i]`` is sequence i, ``dataset[a:b]`` a list of neighbours, ``get`` a range of
-    one sequence. Returned arrays of the memory map are read-only views. Pickles as its
-    prefix, so loader processes open the files themselves.
+    one sequence. Arrays returned from a memory map are read-only views. A pickled dataset
+    holds the prefix and options only, so each loader process opens the files itself.
 
     Args:
         prefix: path without ``.bin`` or ``.idx``.
         mmap: map the ``.bin`` (default); False reads it with one call per sequence, for
             file systems on which maps are slow.
         cache_path: local folder for the indices of prefixes in object stores.
-        cache_bytes: most bytes of tokens that are kept in this folder; 0 keeps none.
-        blocked: bool [S], sequences that no sample may show (``blocklist.py``). Only datasets
-            of samples look at it; reads here return all tokens.
+        cache_bytes: largest number of bytes of tokens in this folder; 0 caches no tokens.
+        blocked: bool [S], sequences that no sample may contain (``blocklist.py``). Only
+            datasets of samples use it; this class returns all tokens.
 
     Raises:
         FileNotFoundError: if the ``.bin`` or the ``.idx`` is missing.
@@ -129,7 +130,7 @@ class IndexedDataset:
         return len(self.index.lengths)
 
     def __getitem__(self, key: int | slice) -> Any:
-        """Tokens of a sequence, or a list of them for a slice of step 1.
+        """Return the tokens of a sequence, or a list of sequences for a slice of step 1.
 
         Multimodal files give ``(tokens, mode)`` instead of tokens.
         """
@@ -147,11 +148,11 @@ class IndexedDataset:
         return (self[i] for i in range(len(self)))
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``offset`` to ``offset + length`` of a sequence (to its end for None).
+        """Return the tokens ``offset`` to ``offset + length`` of a sequence; None: to its end.
 
         Raises:
             IndexError: if the sequence does not exist.
-            ValueError: if the range leaves the sequence.
+            ValueError: if the range exceeds the sequence.
         """
         if not -len(self) <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)} in {self.prefix}")
@@ -166,12 +167,12 @@ class IndexedDataset:
         return self._bin.read(start, count)
 
     def locate(self, byte: int) -> tuple[Path | str, int]:
-        """File that holds a byte of the tokens, and the byte's position in this file."""
+        """Return the file with a byte of the tokens, and the byte's position in this file."""
         if isinstance(self._bin, (_LogicalBin, StoreBins)):
             return self._bin.locate(byte)
         return bin_path(self.prefix), byte
 
-    def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
+    def chunks(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
         """Yield all tokens in the order of the file, ``num_tokens`` at a time."""
         total, size = self.num_tokens, self.dtype.itemsize
         for start in range(0, total, num_tokens):
@@ -183,7 +184,7 @@ class IndexedDataset:
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> NDArray[Any]:
-        """Copy ranges of many sequences end to end, in the stored dtype; read-only.
+        """Concatenate ranges of many sequences, in the stored dtype; the result is read-only.
 
         Args:
             sequences: which sequences, [P].
@@ -192,16 +193,16 @@ class IndexedDataset:
         """
         size = self.dtype.itemsize
         starts = self.index.pointers[sequences] + offsets * size
-        places = zip(starts.tolist(), (starts + lengths * size).tolist(), strict=True)
+        byte_ranges = zip(starts.tolist(), (starts + lengths * size).tolist(), strict=True)
         if isinstance(self._bin, _MappedBin):
-            # Joined as bytes: numpy takes far longer for each range.
+            # Joining bytes costs far less per range than joining numpy arrays.
             view = self._bin.view
-            parts = [view[start:stop] for start, stop in places]
+            parts = [view[start:stop] for start, stop in byte_ranges]
         elif isinstance(self._bin, StoreBins):
-            parts = self._bin.read_ranges(list(places))
+            parts = self._bin.read_ranges(list(byte_ranges))
         else:
             read = self._bin.read
-            parts = [read(start, (stop - start) // size) for start, stop in places]
+            parts = [read(start, (stop - start) // size) for start, stop in byte_ranges]
         return np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -223,7 +224,7 @@ class _MappedBin:
 
 
 class _FileBin:
-    """Tokens through one positioned read each; safe in threads and after a fork."""
+    """Tokens read by ``pread``, without a file position: safe in threads and after a fork."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path = path
@@ -231,21 +232,23 @@ class _FileBin:
         self._file = path.open("rb", buffering=0)
 
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
-        wanted = count * self._dtype.itemsize
-        parts = bytearray()
-        while len(parts) < wanted:
-            part = os.pread(self._file.fileno(), wanted - len(parts), start_bytes + len(parts))
-            if not part:
+        num_bytes = count * self._dtype.itemsize
+        data = bytearray()
+        while len(data) < num_bytes:
+            chunk = os.pread(
+                self._file.fileno(), num_bytes - len(data), start_bytes + len(data)
+            )
+            if not chunk:
                 raise CorruptDatasetError(f"{self._path} ends at byte {start_bytes}.")
-            parts += part
-        return np.frombuffer(parts, self._dtype)
+            data += chunk
+        return np.frombuffer(data, self._dtype)
 
     def __del__(self) -> None:
         self._file.close()
 
 
 class _LogicalBin:
-    """Tokens of several ``.bin`` files, one after the other; opens each when it is read."""
+    """Tokens of concatenated ``.bin`` files; opens each file when it is first read."""
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class _LogicalBin:
         self.size_bytes = int(self._ends[-1])
         self._dtype = dtype
         self._kind = _MappedBin if mmap else _FileBin
-        # A file that is closed here stays mapped while arrays of it live.
+        # A file that the cache drops stays mapped until its last array is freed.
         self._opened = lru_cache(_OPEN_BINS)(self._open)
 
     def locate(self, byte: int) -> tuple[Path, int]:
@@ -292,10 +295,10 @@ class _LogicalBin:
         expected = int(self._ends[number]) - self._begin(number)
         actual = path.stat().st_size if path.is_file() else None
         if actual != expected:
-            told = "is missing" if actual is None else f"has {actual} bytes"
+            state = "is missing" if actual is None else f"has {actual} bytes"
             raise CorruptDatasetError(
-                f"{path} {told}, and {self._manifest} lists it with {expected} bytes. Put the "
-                "file back, or write the unit again and repeat the merge."
+                f"{path} {state}, and {self._manifest} lists it with {expected} bytes. Restore "
+                "the file, or write the unit again and repeat the merge."
             )
         return self._kind(path, self._dtype)
 

@@ -1,8 +1,8 @@
 """Writes token sequences as Megatron's ``.bin``/``.idx`` pairs, in bounded memory.
 
-Tokens, lengths and document borders are appended to ``.partial`` files; the index is composed
-from them at the end, and only finished files get their final names. A writer returns its
-position in the files, from which another writer can continue after a crash.
+Tokens, lengths and document borders are appended to ``.partial`` files. At the end the index is
+composed from these files, and only complete files get their final names. ``position`` returns
+the sizes of the files, from which another writer can continue after a crash.
 """
 
 import hashlib
@@ -32,28 +32,29 @@ from mcore_data.indexed.index_format import (
 )
 from mcore_data.indexed.reader import IndexedDataset
 
-_FLOW_BYTES = 32 << 20
+_WRITEBACK_BYTES = 32 << 20
 _OPTIONAL = {"origins": origins_path, "kept": kept_path}
 _LONGEST = np.iinfo(np.int32).max
 
 
 class IndexedWriter:
-    """Stream sequences into a ``.bin``/``.idx`` pair.
+    """Appends sequences to a ``.bin``/``.idx`` pair.
 
-    Data go to ``<prefix>.{bin,lengths,borders,origins,kept,modes}.partial``;
-    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes the pair if
-    that was not done, or after an exception removes the partial files. Two writers must not
-    write one prefix.
+    Data are written to ``<prefix>.{bin,lengths,borders,origins,kept,modes}.partial``;
+    ``finalize`` composes the index and renames the files. Leaving a ``with`` block calls
+    ``finalize`` if it was not called, or after an exception removes the partial files. Two
+    writers must not write one prefix.
 
     Args:
-        prefix: path without ``.bin`` or ``.idx``; its folder is made.
+        prefix: path without ``.bin`` or ``.idx``; its folder is created.
         dtype: one of the dtypes of the format, see ``token_dtype``.
         multimodal: store a mode for each sequence.
         resume_at: sizes that ``position`` returned; cut the partial files to them and append.
         checksum: compute the SHA-256 of the ``.bin`` while writing, for ``finalize``.
-        index_only: write no ``.bin``: ``add_index`` leaves the tokens where they are, and an
-            earlier ``.bin`` is removed at the end.
-        bin_from: with ``index_only``, the file of all tokens, which becomes the ``.bin``.
+        index_only: write no ``.bin``: ``add_index`` copies no tokens, and ``finalize`` removes
+            an existing ``.bin``.
+        bin_from: with ``index_only``, a file of all tokens that ``finalize`` renames to the
+            ``.bin``.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -90,7 +91,7 @@ class IndexedWriter:
                 for kind in kinds
             }
             opened.pop_all()
-        self._flowing = self._files["bin"].tell()  # bytes that the system was told to write
+        self._flushed_bytes = self._files["bin"].tell()  # whose write-back was requested
         self._digest = None
         if checksum:
             with self._partial("bin").open("rb") as written:
@@ -111,13 +112,13 @@ class IndexedWriter:
             self.abandon()
 
     def position(self) -> dict[str, int]:
-        """Flush, and return the sizes from which ``resume_at`` can continue."""
+        """Flush the partial files, and return their sizes for ``resume_at``."""
         for file in self._files.values():
             file.flush()
         return {kind: file.tell() for kind, file in self._files.items()}
 
     def sync(self) -> None:
-        """Flush the partial files to the disk, so that they survive a loss of power."""
+        """Write the partial files to the disk, so that they survive a power failure."""
         for file in self._files.values():
             sync_file(file)
 
@@ -126,7 +127,7 @@ class IndexedWriter:
         self._append(np.asarray(tokens), np.array([len(tokens)]), [mode])
 
     def end_document(self) -> None:
-        """End a document, which owns all sequences since the last border."""
+        """End a document that consists of all sequences since the last border."""
         self._files["borders"].write(struct.pack("<q", self.num_sequences))
 
     def add_document(
@@ -135,10 +136,10 @@ class IndexedWriter:
         lengths: Sequence[int] | None = None,
         modes: Sequence[int] | None = None,
     ) -> None:
-        """Append one whole document.
+        """Append one complete document.
 
         Args:
-            tokens: tokens of all its sequences, one after the other.
+            tokens: tokens of all its sequences, concatenated.
             lengths: tokens of each sequence; None means that the document is one sequence.
             modes: mode of each sequence, for multimodal files.
         """
@@ -155,7 +156,7 @@ class IndexedWriter:
         """Append many documents at once.
 
         Args:
-            tokens: tokens of all sequences, one after the other.
+            tokens: tokens of all sequences, concatenated.
             lengths: tokens of each sequence.
             sequences_per_document: sequences of each document; None means one each.
         """
@@ -173,7 +174,7 @@ class IndexedWriter:
         self._files["borders"].write((first + np.cumsum(counts)).astype("<i8").tobytes())
 
     def add_origins(self, rows: NDArray[np.int64]) -> None:
-        """Append origins of documents that are added next.
+        """Append the origins of the documents that are added next.
 
         Args:
             rows: [N, 3] as in ``origins.py``; document 0 is the next document to be added.
@@ -184,7 +185,7 @@ class IndexedWriter:
         self._files["origins"].write(numbered.astype("<i8").tobytes())
 
     def add_kept(self, lines: bytes) -> None:
-        """Append values of documents that are added next, a line of JSON for each document.
+        """Append the kept values of the documents that are added next, a JSON line for each.
 
         A pair without lines has no ``.kept`` file.
         """
@@ -203,7 +204,7 @@ class IndexedWriter:
                 f"appended to {self.prefix} ({_describe(self.dtype, self.multimodal)})."
             )
         first = self.num_sequences
-        for tokens in () if self._index_only else IndexedDataset(prefix).stretches():
+        for tokens in () if self._index_only else IndexedDataset(prefix).chunks():
             self._write_tokens(tokens.data)
         for start in range(0, len(index.lengths), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
@@ -218,7 +219,7 @@ class IndexedWriter:
         self.num_sequences += len(index.lengths)
 
     def finalize(self) -> str:
-        """Compose the index and give all files their final names, the index last.
+        """Compose the index and rename all files to their final names, the index last.
 
         Returns:
             SHA-256 of the ``.bin`` if the writer was made with ``checksum``, else "".
@@ -248,7 +249,8 @@ class IndexedWriter:
             bin_path(self.prefix).unlink(missing_ok=True)
         else:
             self._partial("bin").replace(bin_path(self.prefix))
-        # An index on the disk implies that its tokens are there, after a loss of power too.
+        # The folder is synced between the renames: after a power failure an .idx on the disk
+        # implies that its .bin is there too.
         folder = Path(self.prefix).parent
         sync_folder(folder)
         self._partial("idx").replace(idx_path(self.prefix))
@@ -257,13 +259,13 @@ class IndexedWriter:
         return self._digest.hexdigest() if self._digest else ""
 
     def suspend(self) -> dict[str, int]:
-        """Close and keep the partial files; returns the value for ``resume_at``."""
+        """Close and keep the partial files; return the value for ``resume_at``."""
         position = self.position()
         self._close()
         return position
 
     def abandon(self) -> None:
-        """Close and remove the partial files; final files of an earlier run stay."""
+        """Close and remove the partial files; final files of an earlier run are kept."""
         self._close()
         self._remove_partials()
 
@@ -291,9 +293,9 @@ class IndexedWriter:
         file.write(data)
         if self._digest:
             self._digest.update(data)
-        if (size := file.tell() - self._flowing) >= _FLOW_BYTES:
-            _start_flow(file, self._flowing, size)
-            self._flowing += size
+        if (size := file.tell() - self._flushed_bytes) >= _WRITEBACK_BYTES:
+            _start_writeback(file, self._flushed_bytes, size)
+            self._flushed_bytes += size
 
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")
@@ -308,7 +310,7 @@ class IndexedWriter:
 
 
 def _cast_exactly(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    """Cast to the stored dtype; raises ValueError if an id does not fit it."""
+    """Cast tokens to the stored dtype; raise ``ValueError`` if an id does not fit it."""
     if tokens.dtype == dtype:
         return np.ascontiguousarray(tokens)
     if len(tokens) and dtype.kind in "iu":
@@ -337,8 +339,8 @@ def _open_partial(path: Path, resume_bytes: int | None) -> BinaryIO:
     return file
 
 
-def _start_flow(file: BinaryIO, start: int, size: int) -> None:
-    """Ask the system to write a range of the file to the disk now, so that ``fsync`` is short.
+def _start_writeback(file: BinaryIO, start: int, size: int) -> None:
+    """Start the write-back of a range of the file, so that ``fsync`` takes less time later.
 
     ``POSIX_FADV_DONTNEED`` starts the write of the range's dirty pages and drops clean ones.
     """

@@ -1,7 +1,7 @@
 """Makes batches of torch tensors from a map-style dataset; the only module that needs torch.
 
-Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Many samples are made at
-a time and cut into micro-batches as views; worker processes prepare them while a step runs.
+Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Many samples are read at
+once and cut into micro-batches as views; worker processes read them while a step runs.
 """
 
 import signal
@@ -23,7 +23,7 @@ from mcore_data.loading.sampler import CyclicSampler, FullSampler, SingleSampler
 _PREFETCH = 4
 _SAMPLES_AT_ONCE = 128
 _NUMBERS_AT_ONCE = 1 << 19
-_OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def build_loader(
@@ -39,7 +39,7 @@ def build_loader(
     pin_memory: bool = False,
     without: Collection[str] = (),
 ) -> Iterable[dict[str, torch.Tensor]]:
-    """Return an iterable of one data-parallel rank's micro-batches, from a given sample on.
+    """Return an iterable of one data-parallel rank's micro-batches.
 
     Args:
         dataset: map-style dataset of numpy samples; with ``external`` an iterable of batches,
@@ -48,10 +48,10 @@ def build_loader(
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
         consumed_samples: samples that all ranks together have read; the batches continue after
-            them, whatever the number of ranks was before.
+            these, also under another number of ranks.
         dataloader_type: ``single`` reads the dataset once; ``cyclic`` repeats it endlessly in
-            new permutations; ``full`` reads it once to the last sample, fills the last
-            micro-batches with samples without loss, and has a ``len``.
+            new permutations; ``full`` reads it once, including a last incomplete block, which
+            is filled with samples without loss. All but ``cyclic`` have a ``len``.
         num_workers: processes that prepare batches; 0 prepares them in this process. Workers
             ignore the signals that a terminal or a batch system sends to all processes of a
             job, and end with this process.
@@ -100,15 +100,15 @@ def build_loader(
 
 @contextmanager
 def _many_workers_allowed() -> Iterator[None]:
-    """Hide torch's warning of more workers than cores; some wait for files."""
+    """Hide torch's warning of more workers than cores: workers that wait for files use none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore signals to the job in a worker: the main process decides how to end."""
-    for number in _OF_A_JOB:
+    """Ignore signals to the job in a worker; the main process handles them."""
+    for number in _JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -116,13 +116,13 @@ def _end_workers(loader: ReferenceType[DataLoader]) -> None:
     """Kill the workers of a loader that still exists when this process exits."""
     workers = getattr(getattr(loader(), "_iterator", None), "_workers", ())
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for killed ones
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if one is killed
     for worker in workers:
         worker.kill()
 
 
 def _samples_at_once(dataset: Any) -> int:
-    """Return how many samples to make at once: fewer if samples are large."""
+    """Return how many samples to read at once: fewer if samples are large."""
     largest = max(value.size for value in dataset[0].values()) if len(dataset) else 1
     return min(_SAMPLES_AT_ONCE, _NUMBERS_AT_ONCE // largest)
 
@@ -165,7 +165,7 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """Adapter by which torch's loader fetches many samples at once; None: without loss."""
+    """Adapter through which torch's loader reads many samples at once; None: without loss."""
 
     dataset: MapDataset
 
@@ -182,7 +182,7 @@ class _Batches:
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """Converts arrays to tensors that share memory; contiguous ones for page-locking."""
+    """Converts arrays to tensors that share their memory; copies views before page-locking."""
 
     contiguous: bool
     without: frozenset[str]

@@ -23,7 +23,7 @@ class SingleSampler:
         micro_batch_size: samples of one micro-batch of one rank.
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
-        consumed_samples: samples that all ranks together have had.
+        consumed_samples: samples that all ranks together have read.
     """
 
     num_samples: int
@@ -43,8 +43,8 @@ class SingleSampler:
 
     def __len__(self) -> int:
         """Return the number of micro-batches left for this rank."""
-        left = self.num_samples - self.consumed_samples
-        return left // (self.micro_batch_size * self.dp_size)
+        remaining = self.num_samples - self.consumed_samples
+        return remaining // (self.micro_batch_size * self.dp_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's micro-batches."""
@@ -67,7 +67,7 @@ class CyclicSampler:
         micro_batch_size: samples of one micro-batch of one rank.
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
-        consumed_samples: samples that all ranks together have had, over all epochs.
+        consumed_samples: samples that all ranks together have read, over all epochs.
         seed: seed of the permutations.
     """
 
@@ -106,8 +106,8 @@ class CyclicSampler:
 class FullSampler:
     """Every sample once, for full validation, with None to fill the last block.
 
-    So all ranks have equally many micro-batches of equal size. With a micro-batch size of 1, as
-    in Megatron, rank r reads samples r, r + dp_size, ...
+    All ranks have the same number of micro-batches of equal size. With a micro-batch size of 1,
+    as in Megatron, rank r reads samples r, r + dp_size, ...
 
     Attributes:
         num_samples: length of the dataset.
@@ -138,12 +138,14 @@ class FullSampler:
 
 def _check(sampler: SingleSampler | CyclicSampler | FullSampler) -> None:
     if sampler.num_samples < 1:
-        raise ValueError("the dataset has no samples.")
+        raise ValueError("the dataset has no samples: give it more data.")
     if sampler.micro_batch_size < 1 or not 0 <= sampler.dp_rank < sampler.dp_size:
         raise ValueError(
             f"micro-batch size {sampler.micro_batch_size} and data-parallel rank "
-            f"{sampler.dp_rank} of {sampler.dp_size} make no sense: the size must be 1 or "
+            f"{sampler.dp_rank} of {sampler.dp_size} are not valid: the size must be 1 or "
             "more, and the rank below the number of ranks."
         )
     if not isinstance(sampler, FullSampler) and sampler.consumed_samples < 0:
-        raise ValueError(f"{sampler.consumed_samples} samples cannot have been consumed.")
+        raise ValueError(
+            f"consumed_samples {sampler.consumed_samples} is negative: give 0 or more."
+        )

@@ -1,9 +1,9 @@
 """Input sources, and blocks of whole records of a source.
 
-A block has some megabytes: few enough to keep several in memory, enough to be worth sending
-to another process. A block of a plain local file names a byte range, which the receiving
-process reads; every other block carries its bytes. Reading can continue at the start of any
-block.
+A block has some megabytes: several fit in memory, and sending one to another process costs
+little in comparison to its work. A block of a plain local file holds a byte range that the
+receiving process reads; every other block holds its bytes. Reading can continue at the start of
+any block.
 """
 
 import io
@@ -19,8 +19,8 @@ from mcore_data.preprocessing.remote import open_remote
 BLOCK_BYTES = 2 << 20
 STDIN = "-"
 GIVE_AGAIN = (
-    "No output has its final name. Give the same command again once the file is whole: it "
-    "then begins anew."
+    "No output has its final name. Repeat the command when the file is complete: it then "
+    "starts from the beginning."
 )
 
 
@@ -30,13 +30,13 @@ class InputSource:
 
     Attributes:
         path: file, URL, or ``-`` for standard input.
-        kind: format of its records.
-        size: bytes as stored; 0 if unknown.
-        stamp: time of the last change, or the object store's ETag.
-        start: first stored byte of a part of the file (``entries.py``); 0 in a whole one.
+        kind: format of the records.
+        size: stored bytes; 0 if unknown.
+        stamp: modification time, or the object store's ETag.
+        start: first stored byte of a part of the file (``entries.py``); 0 for a whole file.
         stop: first stored byte of the next part; 0 reads to the end.
         is_stream: standard input, a named pipe or ``lines``, which can be read only once.
-        lines: the lines of a source that another program makes while it is read.
+        lines: lines of a source that is generated while it is read.
     """
 
     path: str
@@ -50,7 +50,7 @@ class InputSource:
 
     @property
     def codec(self) -> str:
-        """Codec of a compressed file, by its name; empty for a plain one."""
+        """Codec of a compressed file, by its name; empty for a plain file."""
         return codec_of(self.path)
 
     @property
@@ -102,9 +102,7 @@ class Block:
                 file.seek(self.start)
                 data = file.read(self.end - self.start)
             if len(data) < self.end - self.start:
-                raise RuntimeError(
-                    f"{self.path} became shorter while it was read. {GIVE_AGAIN}"
-                )
+                raise RuntimeError(f"{self.path} was truncated while it was read. {GIVE_AGAIN}")
         return parse_records(self.kind, data, json_keys, keep_keys)
 
 
@@ -120,14 +118,14 @@ def open_raw(source: InputSource) -> BinaryIO:
 
 
 class IteratorBytes(io.RawIOBase):
-    """Bytes of pieces that an iterator yields."""
+    """Readable stream of the bytes that an iterator yields."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = iter(pieces)
         self._rest = b""
 
     def readable(self) -> bool:
-        """Whether bytes can be read: always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -148,11 +146,14 @@ def open_local(path: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except FileNotFoundError as error:
-        raise RuntimeError(f"{path} is gone since the inputs were listed.") from error
+        raise RuntimeError(
+            f"{path} was removed after the inputs were listed: restore it and repeat the "
+            "command."
+        ) from error
 
 
 def describe(path: str, kind: Kind, number: int) -> str:
-    """File and line or row of a record, for messages."""
+    """Return the file and line or row of a record, for messages."""
     name = "standard input" if path == STDIN else path
     if kind == "text":
         return name

@@ -1,10 +1,10 @@
 """Compressed files as byte streams: gzip, bzip2, xz, and Zstandard by its extra.
 
-A compressed file holds one or more members (gzip), streams (bzip2, xz) or frames (Zstandard)
-and nothing else. The libraries' own file classes, which fsspec uses too, end quietly where a
-later stream is damaged (bz2, lzma) or where the file has no byte (gzip), so the rest of the
-file would be lost. Here the members are read one after the other with the libraries'
-decompressors, and a file that does not end with a complete member is an error.
+A compressed file consists of members (gzip), streams (bzip2, xz) or frames (Zstandard). The
+libraries' own file classes, which fsspec uses too, end without an error at a damaged later
+stream (bz2, lzma) and at an empty file (gzip), so the rest of the file would be lost. Here the
+members are read one by one with the libraries' decompressors, and a file that does not end with
+a complete member is an error.
 """
 
 import bz2
@@ -25,17 +25,17 @@ CODECS = {
 }
 """Codec of a file by the lower-case suffix of its name."""
 DAMAGE = (EOFError, OSError)
-"""What reading a truncated or damaged file raises."""
+"""Exceptions that reading a truncated or damaged file raises."""
 _CHUNK = 1 << 16
 
 
 def codec_of(path: str) -> str:
-    """Codec of a file by its name, one of the values of ``CODECS``; empty if it is plain."""
+    """Return the codec of a file by its name, a value of ``CODECS``; "" for a plain file."""
     return CODECS.get(PurePath(path).suffix.lower(), "")
 
 
 def open_compressed(raw: BinaryIO, codec: str) -> BinaryIO:
-    """Decompress a stream with one of ``CODECS``; an empty name returns it as it is.
+    """Return the decompressed stream of ``raw``; with an empty ``codec`` ``raw`` itself.
 
     Raises:
         ImportError: if Zstandard is read without the extra ``zstd``.
@@ -72,7 +72,7 @@ class _Members(io.RawIOBase):
         return count
 
     def _begin_member(self) -> bool:
-        """Begin the next member; return False if the file ends here."""
+        """Begin the next member; return False at the end of the file."""
         self._rest = self._rest or self._raw.read(_CHUNK)
         if self._codec == "xz" and self._num_members:
             self._skip_padding()
@@ -80,11 +80,11 @@ class _Members(io.RawIOBase):
             self._member = self._new_member()
             self._num_members += 1
         elif not self._num_members:
-            raise EOFError(f"it has no bytes, and an empty {self._codec} file has some")
+            raise EOFError(f"the file is empty, which is not valid {self._codec}")
         return bool(self._rest)
 
     def _skip_padding(self) -> None:
-        """Skip zeros behind an xz stream, which the format allows in groups of four."""
+        """Skip zeros after an xz stream, which the format allows in groups of four."""
         num_zeros = 0
         while self._rest:
             stripped = self._rest.lstrip(b"\0")
@@ -93,17 +93,19 @@ class _Members(io.RawIOBase):
             if stripped:
                 break
         if num_zeros % 4:
-            raise EOFError(f"{num_zeros} zero bytes follow an xz stream, no multiple of 4")
+            raise EOFError(
+                f"{num_zeros} zero bytes follow an xz stream, which is not a multiple of 4"
+            )
 
     def _decompress(self) -> bytes:
-        # bz2 and lzma limit their output and may hold more of it back; zlib and zstandard
-        # return all that the input gives.
+        # bz2 and lzma return at most _CHUNK bytes and may keep more for the next call; zlib and
+        # zstandard return all bytes of the input.
         has_limit = hasattr(self._member, "needs_input")
         data = b""
         if not has_limit or self._member.needs_input:
             data, self._rest = self._rest or self._raw.read(_CHUNK), b""
             if not data:
-                raise EOFError(f"it ends in the middle of its {self._codec} data")
+                raise EOFError(f"the file ends within its {self._codec} data")
         try:
             out = self._member.decompress(data, *((_CHUNK,) if has_limit else ()))
         except self._errors as error:
@@ -115,7 +117,7 @@ class _Members(io.RawIOBase):
 
 
 def _decompressors(codec: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """Return what makes a decompressor of one member, and the errors that it raises."""
+    """Return a factory of decompressors of one member, and the errors that they raise."""
     if codec == "gzip":
         return lambda: zlib.decompressobj(wbits=31), (zlib.error,)
     if codec == "bzip2":

@@ -19,7 +19,7 @@ class EncodedTexts:
     """Tokens of one key.
 
     Attributes:
-        tokens: tokens of all sequences, one after the other, in the stored dtype.
+        tokens: tokens of all sequences, concatenated, in the stored dtype.
         lengths: int32, tokens of each sequence.
         sequences: int32, sequences of each document; 0 for an empty one.
     """
@@ -54,13 +54,13 @@ class EncodedBlock:
     kept: bytes = b""
 
     def origins(self, source: int, before: int) -> NDArray[np.int64]:
-        """Rows for ``IndexedWriter.add_origins``: one after each bad record.
+        """Return the rows for ``IndexedWriter.add_origins``: one after each bad record.
 
         Args:
             source: number of the input.
             before: records of the input before this block; 0 adds the input's first row.
         """
-        bad = np.array([one.number for one in self.bad], np.int64)
+        bad = np.array([record.number for record in self.bad], np.int64)
         documents = bad - np.arange(1, len(bad) + 1)  # good records before each bad one
         rows = np.stack([documents, np.full_like(bad, source), before + bad + 1], axis=1)
         return rows if before else np.concatenate([[[0, source, 1]], rows])
@@ -108,18 +108,20 @@ class Encoder:
             ids = self.engine.encode(texts)
             characters = sum(map(len, texts))
             if self.verifier is None:
-                now = CheckReport(len(texts), characters)
+                report = CheckReport(len(texts), characters)
             else:
 
                 def where(i: int, key: str = key, owners: Sequence[int] | None = owners) -> str:
                     record = parsed.number_of(i if owners is None else owners[i])
-                    at = f" (counted from byte {block.start})" if block.start else ""
-                    return f"{describe(block.path, block.kind, record)}{at}, key {key!r}"
+                    counted_from = f" (counted from byte {block.start})" if block.start else ""
+                    return (
+                        f"{describe(block.path, block.kind, record)}{counted_from}, key {key!r}"
+                    )
 
                 seed = (block.start, num_documents, number)
-                now = self.verifier.check(texts, ids, seed=seed, describe=where)
-            checked.texts += now.texts
-            checked.characters += now.characters
+                report = self.verifier.check(texts, ids, seed=seed, describe=where)
+            checked.texts += report.texts
+            checked.characters += report.characters
             num_texts += len(texts)
             num_characters += characters
             keys[key] = self._store(documents, ids)
@@ -137,8 +139,7 @@ class Encoder:
     def _store(self, documents: Sequence[Text], ids: list[NDArray[Any]]) -> EncodedTexts:
         """Join the ids of all documents, in the stored dtype, with ends of document.
 
-        Sentences without a token are dropped; a document without any keeps its place with
-        no sequence.
+        Sentences without tokens are dropped; a document without tokens has 0 sequences.
         """
         end = None if self.eod is None else np.array([self.eod], np.uint32)
         counts = np.ones(len(documents), np.int32)
@@ -148,10 +149,10 @@ class Encoder:
         for number, document in enumerate(documents):
             before = len(lengths)
             for _ in range(1 if isinstance(document, str) else len(document)):
-                one = next(encoded)
-                if len(one):
-                    parts.append(one)
-                    lengths.append(len(one))
+                sequence = next(encoded)
+                if len(sequence):
+                    parts.append(sequence)
+                    lengths.append(len(sequence))
             counts[number] = len(lengths) - before
             if end is not None and len(lengths) > before:
                 parts.append(end)
@@ -161,7 +162,7 @@ class Encoder:
 
 
 def _flatten(documents: Sequence[Text]) -> tuple[list[str], list[int] | None]:
-    """All texts, and the document of each text; None if each text is a document."""
+    """Return all texts, and the document of each text; None if each text is a document."""
     if all(isinstance(document, str) for document in documents):
         return list(map(str, documents)), None
     lists = [[text] if isinstance(text, str) else text for text in documents]
@@ -170,7 +171,7 @@ def _flatten(documents: Sequence[Text]) -> tuple[list[str], list[int] | None]:
 
 
 def _as_stored(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    """Cast ids to the stored dtype; ids are not negative, so equal sizes need no copy."""
+    """Cast ids, which are not negative, to the stored dtype; equal item sizes need no copy."""
     if tokens.dtype.itemsize == dtype.itemsize:
         return tokens.view(dtype)
     return tokens.astype(dtype)

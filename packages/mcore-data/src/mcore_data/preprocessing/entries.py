@@ -1,11 +1,12 @@
-"""Finds places inside a file from which its records can be read without those before.
+"""Finds entries of a file: bytes from which records can be read without the bytes before.
 
-These are lines of a plain file, frames of a Zstandard file, members of a gzip file and row
-groups of a Parquet file; all places are byte offsets of the stored file. A part of a file
-reaches from one such place to another one.
+Entries are the starts of lines of a plain file, of frames of a Zstandard file, of members of a
+gzip file and of row groups of a Parquet file, as byte offsets of the stored file. A part of a
+file is the range between two entries.
 
-A frame or member may begin in the middle of a line. A line therefore belongs to the part in
-which the byte before it is, and the line that begins where the part ends belongs to it too.
+A frame or member may begin within a line. A line therefore belongs to the part that contains
+the byte before the line. So a line that begins exactly at the end of a part belongs to that
+part, not to the next.
 """
 
 import re
@@ -19,44 +20,51 @@ from mcore_data.preprocessing.tables import is_parquet, row_group_starts
 
 _GZIP_MAGIC = re.compile(rb"\x1f\x8b\x08[\x00-\x1f]")
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # behind a byte of 0x50 to 0x5f
+_SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # after a byte of 0x50 to 0x5f
 _SEARCHED_BYTES = 8 << 20
 _LONGEST_MEMBER = 64 << 20
 _CHUNK = 1 << 20
 
 
-def next_entry(source: InputSource, at: int, start: int) -> int:
-    """Return the first byte at or after ``at`` from which a file can be read.
+def next_entry(source: InputSource, offset: int, start: int) -> int:
+    """Return the first entry of a file at or after ``offset``.
 
-    Only the size of the file is returned if there is no such byte, if the file is in an object
-    store, or if its format has no entries. In a gzip file a member is looked for in 8 MiB.
-    ``start`` is an entry before ``at``, or 0.
+    The size of the file is returned if no entry follows, if the file is in an object store, or
+    if its format has no entries. In a gzip file the next 8 MiB are searched.
+
+    Args:
+        source: the file.
+        offset: stored byte at which the search begins.
+        start: an entry before ``offset``, or 0.
     """
-    if at <= 0 or at >= source.size:
-        return min(max(at, 0), source.size)
+    if offset <= 0 or offset >= source.size:
+        return min(max(offset, 0), source.size)
     if source.is_divisible:
         with open_local(source.path) as file:
-            file.seek(at - 1)
+            file.seek(offset - 1)
             file.readline()
             return file.tell()
     if not source.is_local or source.kind == "text":
         return source.size
     if source.kind == "table":
         starts = row_group_starts(source.path) if is_parquet(source) else []
-        return next((one for one in starts if one >= at), source.size)
+        return next((start for start in starts if start >= offset), source.size)
     if source.codec not in ("Zstandard", "gzip"):
         return source.size
     with open_local(source.path) as file:
-        found = _frames(file, start) if source.codec == "Zstandard" else _members(file, at)
-        later = (one for one in found if one >= at and _is_border(source, one))
+        if source.codec == "Zstandard":
+            entries = _frames(file, start)
+        else:
+            entries = _members(file, offset)
+        later = (entry for entry in entries if entry >= offset and _is_border(source, entry))
         return next(later, source.size)
 
 
 def open_part(source: InputSource, raw: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed bytes of the records of a part, from and up to an entry.
+    """Yield the decompressed bytes of the records of a part, as ``source`` describes it.
 
     Args:
-        source: a compressed file of lines or pages, or the first lines of a plain one.
+        source: part of a compressed file of lines or pages, or the first lines of a plain file.
         raw: the whole stored file.
     """
     cuts_lines = bool(source.codec) and source.kind != "wet"
@@ -64,7 +72,7 @@ def open_part(source: InputSource, raw: BinaryIO) -> Iterator[bytes]:
     stored = _Range(raw, (source.stop or source.size) - source.start)
     stream = open_compressed(stored, source.codec)  # pyrefly: ignore[bad-argument-type]
     if cuts_lines and source.start:
-        # The line that the entry is in, or that begins there, belongs to the part before.
+        # The line that contains the entry, or begins at it, belongs to the previous part.
         while (piece := stream.readline(_CHUNK)) and not piece.endswith(b"\n"):
             pass
         if not piece:
@@ -77,61 +85,64 @@ def open_part(source: InputSource, raw: BinaryIO) -> Iterator[bytes]:
 
 
 class _Range:
-    """The next bytes of a file, up to a number of them."""
+    """At most ``num_bytes`` bytes of a file, from its current position."""
 
     def __init__(self, raw: BinaryIO, num_bytes: int) -> None:
         self._raw = raw
-        self._left = num_bytes
+        self._remaining = num_bytes
 
     def read(self, num_bytes: int) -> bytes:
-        data = self._raw.read(min(num_bytes, self._left))
-        self._left -= len(data)
+        data = self._raw.read(min(num_bytes, self._remaining))
+        self._remaining -= len(data)
         return data
 
 
-def _frames(file: BinaryIO, at: int) -> Iterator[int]:
-    """Yield the starts of Zstandard frames from one on, by the sizes in their block headers.
+def _frames(file: BinaryIO, start: int) -> Iterator[int]:
+    """Yield the starts of the Zstandard frames from the frame at ``start`` on.
+
+    Only headers are read: of frames, and of blocks, which contain the blocks' sizes.
 
     Reference:
         RFC 8878, section 3.1: a frame's header, blocks of 3 bytes and a size, and a checksum.
     """
     import zstandard
 
-    while len(head := _bytes_at(file, at, 18)) >= 8:
-        if head[0] >> 4 == 5 and head[1:4] == _SKIPPABLE_MAGIC:
-            at += 8 + int.from_bytes(head[4:8], "little")
+    position = start
+    while len(head := _bytes_at(file, position, 18)) >= 8:
+        if head[0] >> 4 == 5 and head[1:4] == _SKIPPABLE_MAGIC:  # 0x50 to 0x5f, then the magic
+            position += 8 + int.from_bytes(head[4:8], "little")
             continue
         if head[:4] != _ZSTD_MAGIC:
-            return  # damaged, which the reader reports
-        yield at
-        at += zstandard.frame_header_size(head)
+            return  # damaged; the reader raises the error
+        yield position
+        position += zstandard.frame_header_size(head)
         is_last = False
         while not is_last:
-            data = _bytes_at(file, at, 3)
+            data = _bytes_at(file, position, 3)
             if len(data) < 3:
                 return
+            # A block header of 24 bits: last block (1 bit), type (2 bits), size (21 bits).
             block = int.from_bytes(data, "little")
             is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
-            at += 3 + (1 if kind == 1 else size)  # 1: a byte that is repeated
-        at += 4 * zstandard.get_frame_parameters(head).has_checksum
+            position += 3 + (1 if kind == 1 else size)  # kind 1: one byte, repeated size times
+        position += 4 * zstandard.get_frame_parameters(head).has_checksum
 
 
-def _bytes_at(file: BinaryIO, at: int, num_bytes: int) -> bytes:
-    file.seek(at)
+def _bytes_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
+    file.seek(offset)
     return file.read(num_bytes)
 
 
-def _members(file: BinaryIO, at: int) -> Iterator[int]:
-    """Yield the starts of gzip members among the bytes from ``at`` on.
+def _members(file: BinaryIO, start: int) -> Iterator[int]:
+    """Yield the starts of gzip members among the 8 MiB from ``start`` on.
 
-    Nothing in the format leads to a later member, so its first bytes are looked for. They are
-    taken for a member only if all that follows up to a checksum is one.
+    The format has no size of a member, so members are found by their first bytes. A match
+    counts only if it can be decompressed up to its checksum.
     """
-    head = _bytes_at(file, at, _SEARCHED_BYTES + 4)
-    for found in _GZIP_MAGIC.finditer(head):
-        start = at + found.start()
-        if _is_member(file, start):
-            yield start
+    head = _bytes_at(file, start, _SEARCHED_BYTES + 4)
+    for match in _GZIP_MAGIC.finditer(head):
+        if _is_member(file, start + match.start()):
+            yield start + match.start()
 
 
 def _is_member(file: BinaryIO, start: int) -> bool:
@@ -151,7 +162,7 @@ def _is_member(file: BinaryIO, start: int) -> bool:
 
 
 def _is_border(source: InputSource, start: int) -> bool:
-    """Whether a part may begin at a member: one of pages only where a page begins."""
+    """Whether a part may begin at a member; in WET files the member must begin with a page."""
     if source.kind != "wet":
         return True
     with open_local(source.path) as file:

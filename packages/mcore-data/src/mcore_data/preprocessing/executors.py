@@ -1,7 +1,7 @@
 """Starts the workers of a plan: processes of this machine, Slurm array jobs or Ray tasks.
 
-Workers claim units by themselves (``plan_worker.py``). An executor only starts enough of them
-and replaces those that die, so any number of executors may work on one plan.
+Each worker claims units (``plan_worker.py``). An executor only starts workers and replaces dead
+ones, so any number of executors may work on one plan.
 """
 
 import logging
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _LONGEST_PAUSE_S = 15.0
-_OF_A_WORKER = (0, 1, 2)
-"""Exit codes with which a worker ends by itself; others are those of a killed process."""
+_WORKER_EXIT_CODES = (0, 1, 2)
+"""Exit codes of a worker that ended by itself; any other code is that of a killed process."""
 
 
 def run_local(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> None:
@@ -45,16 +45,16 @@ def run_local(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> N
                 workers.remove(worker)
                 if worker.returncode == 2:
                     raise ValueError("a worker refused the plan, with the message above.")
-                if worker.returncode in _OF_A_WORKER:
+                if worker.returncode in _WORKER_EXIT_CODES:
                     continue
                 if not retries:
                     raise RuntimeError(
                         f"a worker ended with code {worker.returncode}, after "
-                        f"{config.max_retries} others had been replaced (--max-retries). The "
-                        "same command continues."
+                        f"{config.max_retries} others had been replaced (--max-retries). "
+                        "Repeat the command to continue."
                     )
                 retries -= 1
-                log.warning("a worker ended with code %d: replaced", worker.returncode)
+                log.warning("replacing a worker that ended with code %d", worker.returncode)
                 workers.append(subprocess.Popen(command))
     finally:
         for worker in workers:
@@ -64,7 +64,7 @@ def run_local(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> N
 
 
 def worker_command(plan: WorkPlan, config: LaunchConfig, scratch_path: str) -> list[str]:
-    """Command line of one worker."""
+    """Return the command line of one worker."""
     words = [sys.executable, "-m", "mcore_data", "preprocess"]
     words += ["--plan", plan.address, "--workers", str(config.cpus_per_task)]
     words += ["--scratch-path", scratch_path] * bool(scratch_path)
@@ -74,7 +74,7 @@ def worker_command(plan: WorkPlan, config: LaunchConfig, scratch_path: str) -> l
 def render_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str) -> str:
     """Render the batch script of one worker, for array jobs of any size.
 
-    A task that Slurm preempts, or whose host is lost, is requeued and goes on with other units.
+    A task that Slurm preempts, or whose host is lost, is requeued and claims other units.
     """
     folder = script_folder(plan)
     options = {
@@ -101,11 +101,11 @@ exec {shlex.join(worker_command(plan, config, scratch_path))}
 def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> list[str]:
     """Write the batch script, and with ``submit_jobs`` submit tasks for missing units.
 
-    With ``wait`` stays until all units are done, and submits again while jobs end with units
-    missing, ``config.max_retries`` times.
+    With ``wait`` the function returns when all units are done. If all jobs end with units
+    missing, it submits again, at most ``config.max_retries`` times.
 
     Returns:
-        The commands that submit, or the numbers of the jobs that were submitted.
+        The commands to submit the jobs, or the numbers of the submitted jobs.
 
     Raises:
         RuntimeError: if Slurm refuses a job, or retries are used up.
@@ -120,19 +120,19 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> l
     jobs = [_submit(_array_command(size, script)) for size in sizes]
     pause_s, retries, running = _POLL_S, config.max_retries, list(jobs)
     while config.wait:
-        has_jobs = _is_queued(running)  # before the units are counted, which jobs may finish
+        has_jobs = _is_queued(running)  # asked before counting units, which jobs may finish
         sizes = array_sizes(plan, config, none_runs=True)
         if not sizes:
             break
         if not has_jobs:
             if not retries:
                 raise RuntimeError(
-                    f"units are missing after all jobs ended, and --max-retries "
-                    f"{config.max_retries} are used up: see mcore-data status --plan "
-                    f"{plan.address} and {folder}/slurm-*.log."
+                    f"units are missing after all jobs ended and {config.max_retries} retries "
+                    f"(--max-retries): see mcore-data status --plan {plan.address} and "
+                    f"{folder}/slurm-*.log."
                 )
             retries -= 1
-            log.warning("all jobs ended with units missing: submitting %s tasks", sum(sizes))
+            log.warning("all jobs ended with units missing: submitting %d tasks", sum(sizes))
             running = [_submit(_array_command(size, script)) for size in sizes]
             jobs += running
         time.sleep(pause_s)
@@ -141,28 +141,30 @@ def run_slurm(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> l
 
 
 def script_folder(plan: WorkPlan) -> Path:
-    """Folder of the batch script and logs: the plan's, or one here for a plan in a store."""
+    """Return the folder of the batch script and logs; a local one for a plan in a store."""
     return Path(plan.folder.name if is_remote(plan.path) else plan.folder).absolute()
 
 
 def array_sizes(plan: WorkPlan, config: LaunchConfig, *, none_runs: bool = False) -> list[int]:
-    """Tasks of each array job: one for each missing unit, at most ``num_tasks`` at a time.
+    """Return the number of tasks of each array job to submit.
 
-    Slurm refuses arrays beyond its MaxArraySize, so each has at most ``config.max_array``.
+    One task is started for each missing unit, at most ``num_tasks``. Slurm refuses arrays
+    beyond its MaxArraySize, so each array has at most ``config.max_array`` tasks.
 
     Args:
         plan: the plan.
-        config: how many tasks.
+        config: numbers of tasks.
         none_runs: whether all jobs are known to have ended. Otherwise units with a lock count
-            as running, and one task at least is started, to take over those of dead holders.
+            as running, and at least one task is started, to take over units of dead workers.
     """
     status = status_of(plan)
     missing = status.num_units - len(status.done)
-    wanted = min(config.num_tasks, missing)
+    num_tasks = min(config.num_tasks, missing)
     if not none_runs:
-        wanted = max(wanted - len(status.running), min(1, missing))
+        num_tasks = max(num_tasks - len(status.running), min(1, missing))
     return [
-        min(config.max_array, wanted - first) for first in range(0, wanted, config.max_array)
+        min(config.max_array, num_tasks - first)
+        for first in range(0, num_tasks, config.max_array)
     ]
 
 
@@ -171,21 +173,21 @@ def _array_command(num_tasks: int, script: Path) -> list[str]:
 
 
 def _submit(words: Sequence[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{shlex.join(words)}: {result.stderr.strip()}")
+    return result.stdout.strip().partition(";")[0]
 
 
 def _is_queued(jobs: Sequence[str]) -> bool:
-    """Whether Slurm still holds one of the jobs; one that ended long ago is unknown to it."""
+    """Whether one of the jobs is queued or running; old jobs have an invalid id in Slurm."""
     for job in jobs:
-        done = subprocess.run(
+        result = subprocess.run(
             ["squeue", "--noheader", "--jobs", job], capture_output=True, text=True, check=False
         )
-        if done.returncode and "Invalid job id" not in done.stderr:
-            return True  # the controller is away for a moment
-        if done.stdout.strip():
+        if result.returncode and "Invalid job id" not in result.stderr:
+            return True  # the controller does not answer: assume that the job runs
+        if result.stdout.strip():
             return True
     return False
 
@@ -194,30 +196,30 @@ def run_ray(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> Non
     """Write each missing unit in a Ray task, at most ``config.num_tasks`` at a time.
 
     Ray repeats a task whose process or host dies, ``config.max_retries`` times; the unit
-    continues at its journal. All hosts need mcore-data and see the plan at its path.
+    continues from its journal. All hosts need mcore-data, and access to the plan's path.
 
     Raises:
         ImportError: if Ray is not installed.
-        RuntimeError: if a task died more often.
+        RuntimeError: if a task died more than ``config.max_retries`` times.
     """
     try:
         import ray  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ImportError("--executor ray needs: pip install 'mcore-data[ray]'.") from None
-    started = not ray.is_initialized()
-    if started:
+    is_owner = not ray.is_initialized()
+    if is_owner:
         ray.init(address=config.ray_address or None, log_to_driver=False)
     write = ray.remote(num_cpus=config.cpus_per_task, max_retries=config.max_retries)(
         _write_unit
     )
-    where = address_of(plan.path if is_remote(plan.path) else plan.path.absolute())
+    address = address_of(plan.path if is_remote(plan.path) else plan.path.absolute())
     done = {*status_of(plan).done}
     waiting: Iterator[int] = iter([u.number for u in plan.units if u.number not in done])
     running: list[Any] = []
     try:
         while True:
             while len(running) < config.num_tasks and (number := next(waiting, -1)) >= 0:
-                running.append(write.remote(where, number, asdict(config), scratch_path))
+                running.append(write.remote(address, number, asdict(config), scratch_path))
             if not running:
                 return
             finished, running = ray.wait(running)
@@ -225,14 +227,16 @@ def run_ray(plan: WorkPlan, config: LaunchConfig, scratch_path: str = "") -> Non
                 if message:
                     log.warning("%s", message)
     except ray.exceptions.WorkerCrashedError as error:
-        raise RuntimeError(f"a task died too often (--max-retries): {error}") from error
+        raise RuntimeError(
+            f"a task died more than {config.max_retries} times (--max-retries): {error}"
+        ) from error
     finally:
-        if started:
+        if is_owner:
             ray.shutdown()
 
 
 def _write_unit(path: str, number: int, fields: dict[str, Any], scratch_path: str) -> str:
-    """Write one unit of a plan; returns its error, or ''. Runs in a Ray worker."""
+    """Write one unit of a plan in a Ray worker; return its error, or ''."""
     config = LaunchConfig(**fields)
     report = work_on_plan(
         read_plan(path),

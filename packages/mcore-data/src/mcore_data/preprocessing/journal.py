@@ -1,9 +1,9 @@
 """Progress of a preprocessing run on disk, from which the same command continues.
 
-The journal is replaced as a whole about once a second and when a run stops, after the partial
-outputs that it describes were flushed to the disk. A run that finds a journal cuts the
-partial outputs to the sizes in it and continues with the next block. It carries a digest of
-itself, so that a damaged journal is an error and never a wrong place to continue at.
+The journal file is replaced about once a second and when a run stops, after the partial outputs
+that it describes were flushed to the disk. A run that finds a journal truncates the partial
+outputs to its sizes and continues with the next block. The file has a digest of its content, so
+a damaged journal raises an error and is never used.
 """
 
 import logging
@@ -22,7 +22,7 @@ class Journal:
     """Progress through inputs and outputs.
 
     Attributes:
-        fingerprint: hash of everything that decides the output's bytes.
+        fingerprint: hash of everything that determines the output's bytes.
         source: number of the current input.
         start: start of the next block in the current input.
         records: records of the current input that were read, good and bad.
@@ -34,7 +34,7 @@ class Journal:
         checked_texts: texts that the reference tokenizer encoded too.
         checked_characters: characters of these texts.
         num_bad_records: records left out.
-        bad_records: file, line and fault of the first of them.
+        bad_records: file, line and fault of the first bad records.
         outputs: bytes of each partial file, by key of the corpus.
     """
 
@@ -60,7 +60,7 @@ def write_journal(path: Path, journal: dict[str, Any]) -> None:
 
 
 def open_journal(path: Path, fingerprint: str) -> Journal:
-    """Load the journal of an interrupted run of the same work, or start one.
+    """Load the journal of an interrupted run of the same work, or return a new journal.
 
     Raises:
         CorruptDatasetError: if the file is damaged.
@@ -74,7 +74,7 @@ def open_journal(path: Path, fingerprint: str) -> Journal:
     except TypeError:
         raise CorruptDatasetError(
             f"{path}, the progress of an interrupted run, is damaged or of another version. "
-            "Remove it, and the same command begins anew."
+            "Remove the file and repeat the command, which then starts from the beginning."
         ) from None
     if journal.fingerprint != fingerprint:
         log.warning("%s is of other inputs or options: starting from the beginning", path)

@@ -1,9 +1,10 @@
 """``--tokenize-on-the-fly``: training from text, through pairs in ``--data-cache-path``.
 
-Megatron's order shuffles all documents of a run, by their lengths in tokens, before the first
-sample. So the same samples as from preprocessed data need every text to be tokenized first.
-Every rank of the run is a worker of one plan (``plan_worker.py``), so all cores of all hosts
-take part, a killed run continues, and the next run with the same texts finds the pairs.
+Megatron shuffles all documents of a run before the first sample, and needs their lengths in
+tokens. To get the same samples as from preprocessed data, all texts are therefore tokenized
+before training. Every rank of the run is a worker of one plan (``plan_worker.py``): all cores
+of all hosts take part, a killed run continues, and a later run with the same texts uses the
+existing pairs.
 """
 
 import logging
@@ -39,9 +40,9 @@ _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 def tokenize_sources(
     config: DataConfig, tokenizer_config: TokenizerConfig, *, num_local_ranks: int = 1
 ) -> DataConfig:
-    """Tokenize the texts that the data paths name; returns options with pairs in their place.
+    """Tokenize the texts of the data paths; return options whose paths are the pairs.
 
-    All ranks call this function at the same time, and return together.
+    All ranks call this function at the same time; each returns when all pairs exist.
 
     Args:
         config: options with ``tokenize_on_the_fly``; a path is a file, folder, pattern or URL,
@@ -68,7 +69,7 @@ def tokenize_sources(
 def _tokenize(
     word: str, config: DataConfig, tokenizer_config: TokenizerConfig, num_local_ranks: int
 ) -> str:
-    """Tokenize the inputs that one word names; returns the prefix of their dataset."""
+    """Tokenize the inputs of one word of a data path; return the prefix of their dataset."""
     began = time.monotonic()
     tokenizer = build_tokenizer(tokenizer_config)
     inputs = [(source.path, source.size, source.stamp) for source in find_inputs([word])]
@@ -81,7 +82,7 @@ def _tokenize(
     )
     prefix = output_prefixes(job)[config.text_key]
     if _has_dataset(prefix):
-        log.info("--tokenize-on-the-fly: %s was tokenized before, to %s", word, prefix)
+        log.info("--tokenize-on-the-fly: using %s, the tokens of %s", prefix, word)
         return str(prefix)
     plan = _once_free(lambda: _plan(job, tokenizer_config))
     workers = limit_workers(max(1, (os.cpu_count() or 1) // num_local_ranks))
@@ -91,16 +92,17 @@ def _tokenize(
     _once_free(lambda: _has_dataset(prefix) or merge_plan(plan))
     elapsed_s = time.monotonic() - began
     log.info(
-        "--tokenize-on-the-fly: %s is %s; this process tokenized %d tokens in %.1f s",
-        *(word, prefix, report.num_tokens, elapsed_s),
+        "--tokenize-on-the-fly: %s holds the tokens of %s; this process wrote %d tokens in "
+        "%.1f s",
+        *(prefix, word, report.num_tokens, elapsed_s),
     )
     return str(prefix)
 
 
 def _plan(job: PreprocessConfig, tokenizer_config: TokenizerConfig) -> WorkPlan:
-    """Make the plan, or read that of another rank or run.
+    """Make the plan, or read the plan of another rank or run, with this run's tokenizer.
 
-    A continued run has its tokenizer at another place, so that the stored place may be gone.
+    A continued run may have its tokenizer at another path than the plan.
     """
     path = Path(f"{job.output_prefix}{SUFFIX}")
     if path.is_file():
@@ -114,7 +116,7 @@ def _has_dataset(prefix: Path) -> bool:
 
 
 def _once_free(work: Callable[[], Any]) -> Any:
-    """Call a function that locks its outputs, again while another rank holds the lock."""
+    """Call a function that locks its outputs, repeatedly while another rank has the lock."""
     while True:
         try:
             return work()

@@ -1,10 +1,10 @@
-"""A worker of a plan: claims units one after the other until none is left.
+"""A worker of a plan: claims and writes one unit at a time until none is left.
 
 A claim is the lock of the unit's outputs (``mcore_base.file_lock``), so that two workers never
-write one unit. Units without a lock are taken first, in random order, so that workers rarely
-try the same one. A locked unit is taken over if its holder is dead: at once if the holder was a
-process of this machine, else after its lock has not changed for ``claim_timeout_s`` of this
-process's own monotonic clock. The new holder continues where the unit's journal ends.
+write one unit. Units without a lock are claimed first, in random order, so that workers rarely
+try the same unit. A unit whose holder is dead is taken over: at once if the holder was a
+process of this machine, else after the lock file has not changed for ``claim_timeout_s`` by the
+monotonic clock of this process. The new holder continues from the unit's journal.
 """
 
 import logging
@@ -49,9 +49,9 @@ class WorkerReport:
 
     Attributes:
         num_units: units that this worker finished.
-        num_documents: documents in them.
-        num_tokens: tokens in them, of all keys.
-        num_bad_records: records left out of them.
+        num_documents: documents in these units.
+        num_tokens: tokens in these units, of all keys.
+        num_bad_records: records that were left out.
         failures: error of each unit that is not done, by number.
     """
 
@@ -75,17 +75,18 @@ def work_on_plan(
 ) -> WorkerReport:
     """Write units of a plan until all are done or have failed.
 
-    Waits for units of other workers, to take over those of workers that die. A unit that
+    Waits for units of other workers, and takes over the units of dead workers. A unit that
     failed before this worker started is tried once more.
 
     Args:
-        plan: the plan; any number of workers may have it.
+        plan: the plan; any number of workers may use it.
         numbers: units to write; None means all.
         workers: processes that tokenize for this worker.
-        on_bad_record: "skip" leaves bad records out, whatever the plan has.
-        scratch_path: local folder for what is being written, if the plan is in an object
-            store.
-        claim_timeout_s: seconds without a change after which the holder of a lock is dead.
+        on_bad_record: "skip" leaves bad records out; "refuse" uses the plan's option.
+        scratch_path: local folder for files that are being written, if the plan is in an
+            object store.
+        claim_timeout_s: seconds without a change of a lock file after which its holder counts
+            as dead.
         on_progress: called after each block of a unit.
         block_bytes: bytes of input in one block.
 
@@ -110,7 +111,7 @@ def work_on_plan(
         pause_s = 0.05
         unit, lock = claim
         try:
-            if unit.is_done():  # finished between the look and the claim
+            if unit.is_done():  # finished after the folder was listed and before the claim
                 continue
             _refuse_changed(plan, unit)
             unit.failure_path.unlink(missing_ok=True)
@@ -140,13 +141,13 @@ def _write_unit(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport | None:
-    """Write a claimed unit; None if it failed, which is recorded, or the claim was lost."""
+    """Write a claimed unit; return None if it failed, which is recorded, or lost its claim."""
     checked_at = -_STORE_CHECK_S
 
     def check_claim(progress: Progress) -> None:
         nonlocal checked_at
-        # A process that was stopped for minutes leaves the unit to the new holder. In a store
-        # each look is a request.
+        # A process that was suspended for minutes may have lost the unit to a new holder. In
+        # an object store each check is a request, so checks are rarer.
         if not is_store(lock.path) or time.monotonic() - checked_at > _STORE_CHECK_S:
             lock.check()
             checked_at = time.monotonic()
@@ -157,12 +158,12 @@ def _write_unit(
         return preprocess_corpus(config, unit.corpus, tools, check_claim, block_bytes)
     except EngineDifferenceError as error:
         raise EngineDifferenceError(
-            f"{error} Make the plan again with --engine reference --overwrite."
+            f"{error} Make a new plan with --engine reference --overwrite."
         ) from None
     except (RuntimeError, ValueError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, LockHeldError):
-            log.warning("unit %d is left to another worker: %s", unit.number, cause)
+            log.warning("unit %d was taken over by another worker: %s", unit.number, cause)
             return None
         if isinstance(cause, OSError) and cause.errno in FULL_DISK:
             raise  # every unit would fail
@@ -172,17 +173,17 @@ def _write_unit(
 
 
 def _refuse_changed(plan: WorkPlan, unit: Unit) -> None:
-    """Raise RuntimeError that names all inputs of a unit that changed since the plan."""
+    """Raise ``RuntimeError`` with all inputs of a unit that changed since the plan was made."""
     changes = list(list_changes(unit.corpus.sources))
     if changes:
         raise RuntimeError(
-            f"inputs changed since {plan.address} was made: {'; '.join(changes)}. Put the old "
-            "files back with their times of change, or make the plan again with --overwrite."
+            f"inputs changed since {plan.address} was made: {'; '.join(changes)}. Restore the "
+            "old files with their modification times, or make a new plan with --overwrite."
         )
 
 
 class _Claims:
-    """The units that are not done, and which of them this worker may take."""
+    """The units that are not done; claims the units that this worker may write."""
 
     def __init__(
         self, plan: WorkPlan, numbers: Collection[int] | None, timeout_s: float
@@ -197,10 +198,10 @@ class _Claims:
         self._timeout_s = timeout_s
         names = list_names(plan)
         self._to_retry = {unit.number for unit in plan.units if unit.failure_path.name in names}
-        self._last_signs: dict[int, tuple[object, float]] = {}
+        self._last_locks: dict[int, tuple[object, float]] = {}  # content, and when first read
 
     def take(self) -> tuple[Unit, FileLock] | None:
-        """Lock a unit that is free or whose holder is dead; None if there is none now."""
+        """Lock a unit that is free or whose holder is dead; None if no unit can be locked."""
         names = list_names(self._plan)
         free: list[Unit] = []
         abandoned: list[Unit] = []
@@ -217,7 +218,7 @@ class _Claims:
         self.all_failed = num_failed == len(self.remaining)
         random.shuffle(free)
         for unit in [*free, *abandoned]:
-            # The silence of an abandoned unit's holder has been waited for.
+            # For an abandoned unit the timeout of the old lock has already passed.
             lock = lock_at(unit.lock_path, 0.0 if unit in abandoned else SILENT_S)
             try:
                 lock.acquire()
@@ -229,15 +230,15 @@ class _Claims:
 
     def _is_abandoned(self, unit: Unit) -> bool:
         """Whether the holder of a unit's lock is dead."""
-        sign = lock_at(unit.lock_path).read()
-        if sign is None:
+        content = lock_at(unit.lock_path).read()
+        if content is None:
             return False
-        is_alive = sign[0].is_alive()
+        is_alive = content[0].is_alive()  # None: the holder is on another host
         if is_alive is not None:
             return not is_alive
         now = time.monotonic()
-        last, since = self._last_signs.get(unit.number, (None, now))
-        if last != sign:
-            self._last_signs[unit.number] = sign, now
+        last, since = self._last_locks.get(unit.number, (None, now))
+        if last != content:
+            self._last_locks[unit.number] = content, now
             return False
         return now - since > self._timeout_s

@@ -1,4 +1,7 @@
-"""Tokenizes a corpus into indexed datasets, whole or in parts; ``tokenizing.py`` does it."""
+"""Tokenizes a corpus into indexed datasets, in one piece or in parts.
+
+``tokenizing.py`` tokenizes one piece.
+"""
 
 import logging
 from collections.abc import Callable
@@ -35,26 +38,28 @@ def preprocess(
     """Tokenize a corpus into one indexed dataset for each key.
 
     Continues an interrupted run of the same inputs, tokenizer and options if its journal
-    ``<output_prefix>.journal.json`` exists. A run from standard input begins anew.
-    Begins anew with the tokenizer itself where the engine that ``auto`` chose gives other ids.
+    ``<output_prefix>.journal.json`` exists. A run from standard input starts from the
+    beginning. If the engine that ``auto`` chose gives wrong ids, the run starts again with the
+    tokenizer itself.
 
     Args:
         config: inputs, outputs and options.
         tokenizer_config: the tokenizer.
         on_progress: called after each block; an exception from it stops the run.
-        block_bytes: bytes of input in one block. Decides which texts are verified, never the
-            output.
+        block_bytes: bytes of input in one block. It affects which texts are verified, never
+            the output.
 
     Raises:
         FileNotFoundError: if an input or a tokenizer file is missing.
         ValueError: if ``append_eod`` is set and the tokenizer has no end-of-document token,
-            or the engine does not support the tokenizer; if the outputs cannot be written, or
-            another process is writing them, or other work made them and ``overwrite`` is off.
+            or the engine does not support the tokenizer; if the outputs cannot be written,
+            another process is writing them, or they exist from other inputs or options and
+            ``overwrite`` is off.
         ImportError: if an input or engine needs an extra that is not installed.
         BadRecordError: at the first bad record, unless ``on_bad_record`` is "skip"; the same
             command with "skip" continues the run.
         EngineDifferenceError: if the engine's ids of a text are not the tokenizer's, and the
-            engine was asked for by name or an input is a stream. The same work begins anew.
+            engine was chosen by name or an input is a stream.
         RuntimeError: if an input or the journal is damaged, a worker died, or the disk is
             full.
     """
@@ -67,22 +72,23 @@ def preprocess(
     except EngineDifferenceError as error:
         if config.engine != "auto" or any(source.is_stream for source in corpus.sources):
             raise EngineDifferenceError(
-                f"{error} Give the same command with --engine reference: it begins anew."
+                f"{error} Repeat the command with --engine reference, which starts from the "
+                "beginning."
             ) from None
-        log.warning("%s Beginning anew with the tokenizer itself.", error)
+        log.warning("%s Starting again with the tokenizer itself.", error)
     config = replace(config, engine="reference")
     exact = build_tools(config, tokenizer_config, distrusted=tools.encoder.engine.name)
     return work(config, corpus, exact, on_progress, block_bytes)
 
 
 def find_corpus(config: PreprocessConfig) -> Corpus:
-    """List the inputs of ``--input``, and log what is left out; raises as ``preprocess``."""
+    """List the inputs of ``--input``, and log ignored files; raises as ``preprocess``."""
     sources = find_inputs(config.input, text_lines=config.text_lines)
     texts = [source.path for source in sources if source.kind in ("text", "text_lines")]
     if texts and len(config.json_keys) > 1:
         raise ValueError(
-            f"--json-keys {' '.join(config.json_keys)}: {texts[0]} is plain text and has one "
-            "text a document. Give one key, or preprocess it by itself."
+            f"--json-keys {' '.join(config.json_keys)}: {texts[0]} is plain text, whose "
+            "documents have one text each. Give one key, or preprocess this file separately."
         )
     return Corpus(sources, report_left_out(config.input))
 
@@ -97,11 +103,11 @@ def preprocess_parts(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize all parts and join them, or only the part ``config.partition``.
+    """Tokenize all parts and join them, or tokenize only the part ``config.partition``.
 
-    Part k of n is the k-th range of about one n-th of the inputs' bytes. Pairs of all parts,
-    joined by number, have the bytes of the pair that a run without parts writes.
-    A part that an earlier run finished, by its manifests, is not made again.
+    Part k of n is the k-th range of about one n-th of the inputs' bytes. The pairs of all
+    parts, joined by number, have the same bytes as the pair of a run without parts. A part that
+    an earlier run finished, by its manifests, is not tokenized again.
 
     Returns:
         The report of the joined pairs, or of the one part.
@@ -114,31 +120,31 @@ def preprocess_parts(
     if config.partition < 0 and not config.overwrite:
         for part_config, part_corpus in parts:
             if _finished(part_config, part_corpus, tools) is None:
-                # Joined pairs whose parts are not those of this work are not replaced.
+                # Joined pairs of other parts must not be replaced.
                 refuse_finished(output_prefixes(config).values(), "")
     reports = []
     for number, (part_config, part_corpus) in enumerate(parts, max(config.partition, 0)):
         report = _finished(part_config, part_corpus, tools)
         if report is None:
-            log.info("part %s of %s", number, config.partitions)
+            log.info("part %d of %d", number, config.partitions)
             report = preprocess_corpus(
                 part_config, part_corpus, tools, on_progress, block_bytes
             )
         reports.append(report)
     if config.partition >= 0:
         return reports[0]
-    whole = PreprocessReport(output_prefixes(config))
-    for key, prefix in whole.prefixes.items():
+    joined = PreprocessReport(output_prefixes(config))
+    for key, prefix in joined.prefixes.items():
         merge_pairs([report.prefixes[key] for report in reports], prefix, overwrite=True)
-        whole.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
+        joined.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
     for report in reports:
-        whole.num_documents += report.num_documents
-        whole.num_bad_records += report.num_bad_records
-        whole.bad_records += report.bad_records
-        whole.num_texts += report.num_texts
-        whole.num_checked_texts += report.num_checked_texts
-    whole.engine = " and ".join(sorted({report.engine for report in reports}))
-    return whole
+        joined.num_documents += report.num_documents
+        joined.num_bad_records += report.num_bad_records
+        joined.bad_records += report.bad_records
+        joined.num_texts += report.num_texts
+        joined.num_checked_texts += report.num_checked_texts
+    joined.engine = " and ".join(sorted({report.engine for report in reports}))
+    return joined
 
 
 def _part_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
@@ -150,7 +156,7 @@ def _part_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
 def _finished(
     config: PreprocessConfig, corpus: Corpus, tools: Tools
 ) -> PreprocessReport | None:
-    """The report of a part if an earlier run of the same work finished it, else None."""
+    """Return the report of a part that an earlier run of the same work finished, else None."""
     report = PreprocessReport(output_prefixes(config))
     for key, prefix in report.prefixes.items():
         facts: dict[str, Any] = read_manifest(prefix)

@@ -1,4 +1,4 @@
-"""Progress of a long job for people: a bar on a terminal, lines in a log."""
+"""Shows the progress of a long job: a bar on a terminal, or lines in a log."""
 
 import logging
 from types import TracebackType
@@ -45,7 +45,7 @@ class Bar:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop drawing; the bar stays on the terminal."""
+        """Stop drawing; the last state of the bar remains on the terminal."""
         self._rich.stop()
 
 
@@ -85,7 +85,7 @@ class Lines:
 
 
 def describe_rate(progress: Progress) -> str:
-    """Documents, tokens and tokens per second, for people."""
+    """Return documents, tokens and tokens per second as text."""
     rate = (progress.num_tokens - progress.began_tokens) / max(progress.elapsed_s, 1e-9)
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
@@ -94,7 +94,7 @@ def describe_rate(progress: Progress) -> str:
 
 
 def describe_left(progress: Progress) -> str:
-    """Share done and seconds left; empty if the size of the inputs is unknown."""
+    """Return the finished share and the seconds left as text; "" if the size is unknown."""
     now_bytes = progress.done_bytes - progress.began_bytes
     if not progress.total_bytes or now_bytes <= 0:
         return ""

@@ -1,8 +1,8 @@
-"""Writes pairs from records that another engine makes: datatrove, Ray Data, or any iterator.
+"""Writes pairs from the records of another engine: datatrove, Ray Data, or any iterator.
 
-The engine's filters, deduplication and own executor decide which records arrive and where; here
-they are tokenized, verified and stored as those of a file. Neither engine is imported unless it
-runs, and the classes are pickled to its workers.
+The engine filters, deduplicates and schedules; here the records are tokenized, verified and
+stored like those of a file. datatrove and Ray are imported only if they are used, and the
+classes here are pickled to their workers.
 """
 
 import json
@@ -40,15 +40,17 @@ def write_records(
         records: values of JSON types by key.
         config: output prefix and options; its ``input`` is not used.
         tokenizer_config: the tokenizer.
-        name: what the manifest names as input; the same for all parts.
-        part: number of this part, from 0, and number of all parts: ``merge`` then joins them in
-            order, and refuses if one is missing.
+        name: name of the input in the manifest; the same for all parts.
+        part: number of this part, from 0, and number of all parts. ``merge`` joins the parts in
+            order, and raises an error if one is missing.
 
     Raises:
         ValueError, ImportError, BadRecordError, RuntimeError: as ``preprocess`` does.
     """
     number, num_parts = part
-    whole = Part(number, num_parts, digest([name, num_parts])) if num_parts > 1 else None
+    part_of_corpus = (
+        Part(number, num_parts, digest([name, num_parts])) if num_parts > 1 else None
+    )
     source = InputSource(
         path=f"{name} {number} of {num_parts}",
         kind="lines",
@@ -60,15 +62,17 @@ def write_records(
     config = replace(config, input=(source.path,), overwrite=True)
     make_parent_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
-    return preprocess_corpus(config, Corpus([source], part=whole), tools, None, BLOCK_BYTES)
+    return preprocess_corpus(
+        config, Corpus([source], part=part_of_corpus), tools, None, BLOCK_BYTES
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DatatroveWriter:
     """Last step of a datatrove pipeline, which writes each rank's documents as a part.
 
-    Records are ``text``, ``id`` and the metadata under ``metadata``, so ``keep_keys`` may have
-    id and metadata.url. Once all ranks are done, ``mcore-data merge`` joins the pairs
+    A record has ``text``, ``id`` and ``metadata``, so ``keep_keys`` may have id and
+    metadata.url. When all ranks are done, ``mcore-data merge`` joins the pairs
     ``<output_prefix>_<rank>_text_document`` of all ranks.
 
     Attributes:
@@ -90,9 +94,9 @@ class DatatroveWriter:
 def ray_data_sink(config: PreprocessConfig, tokenizer: TokenizerConfig) -> Any:
     """Return a sink for ``Dataset.write_datasink`` of Ray Data.
 
-    Each write task writes a pair ``<output_prefix>.tasks/<task>_<key>_document`` on a file
-    system that all hosts share; in the end they are joined as a logical dataset at the output
-    prefix, in the order of tasks. Ray Data keeps the order of rows if
+    Each write task writes a pair ``<output_prefix>.tasks/<task>_<key>_document`` to a file
+    system that all hosts share. At the end the pairs are joined to a logical dataset at the
+    output prefix, in the order of tasks. Ray Data keeps the order of rows if
     ``DataContext.execution_options.preserve_order`` is set.
 
     Args:

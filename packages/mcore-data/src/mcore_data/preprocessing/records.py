@@ -2,9 +2,9 @@
 
 A record is a line of JSON, a row of a table, a page of a WET file or a whole text file. Bad
 records are returned with the reason, never dropped silently. A key with dots, such as
-``data.text``, leads into nested objects unless the record has a key of this very name. JSON is
-parsed by orjson if it is installed (extra ``fast``); lines that orjson refuses are parsed again
-by the standard library, so that both give the same texts.
+``data.text``, is a path into nested objects unless the record has a key with exactly this name.
+JSON is parsed by orjson if it is installed (extra ``fast``); lines that orjson refuses are
+parsed again by the standard library, so that both give the same texts.
 """
 
 import io
@@ -22,8 +22,8 @@ _MAGIC = {
     b"BZh": "bzip2's bytes: name the file .bz2, or unpack it into the pipe",
     b"\xfd7zXZ": "xz's bytes: name the file .xz, or unpack it into the pipe",
     b"PAR1": "Parquet's bytes: name the file .parquet",
-    b"\xff\xfe": "UTF-16: write the file anew as UTF-8",
-    b"\xfe\xff": "UTF-16: write the file anew as UTF-8",
+    b"\xff\xfe": "UTF-16: convert the file to UTF-8",
+    b"\xfe\xff": "UTF-16: convert the file to UTF-8",
 }
 
 Kind = Literal["lines", "text_lines", "text", "table", "wet"]
@@ -34,12 +34,12 @@ _HEAD_BYTES = 1 << 17
 
 
 class BadRecordError(ValueError):
-    """A record of the input has no text for every key."""
+    """A record of the input lacks a text for one of the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record without a text for every key.
+    """A record that lacks a text for one of the keys.
 
     Attributes:
         number: number of the record in its block, from 1.
@@ -56,7 +56,7 @@ class ParsedRecords:
 
     Attributes:
         columns: for each key, the values of the good records.
-        bad: the other records.
+        bad: the bad records.
         num_records: number of good and bad records.
         kept: for each good record a line of JSON, the list of its values of the kept keys;
             empty if no keys are kept.
@@ -68,7 +68,7 @@ class ParsedRecords:
     kept: list[bytes]
 
     def number_of(self, good: int) -> int:
-        """Number, from 1 over good and bad records, of the good record at index ``good``."""
+        """Return the number, from 1 over all records, of the good record at index ``good``."""
         number = good + 1
         for bad in self.bad:
             number += bad.number <= number
@@ -85,7 +85,7 @@ def parse_records(
         data: the bytes.
         json_keys: keys of a record, or columns of a table; plain text belongs to the only
             key.
-        keep_keys: keys whose values are kept; a missing one is null.
+        keep_keys: keys whose values are kept; the value of a missing key is null.
     """
     if kind == "lines":
         return parse_lines(data, json_keys, keep_keys)
@@ -101,7 +101,7 @@ def parse_records(
 def parse_lines(
     data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str] = ()
 ) -> ParsedRecords:
-    """Parse JSON lines and return the values of the keys; bad lines raise nothing."""
+    """Parse JSON lines; return the values of the keys, and the bad lines with their faults."""
     parsed = _parse_all(data, json_keys, keep_keys)
     if parsed is not None:
         return parsed
@@ -141,7 +141,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise BadRecordError("JSON nested too deeply") from None
     except ValueError as error:
-        raise BadRecordError(f"not JSON that Python reads ({error})") from None
+        raise BadRecordError(f"JSON that Python cannot read ({error})") from None
     if not isinstance(record, dict):
         raise BadRecordError(
             f"a JSON {type(record).__name__}, not an object; a record is one object on one line"
@@ -173,13 +173,13 @@ def _collect(
     json_keys: Sequence[str],
     keep_keys: Sequence[str],
 ) -> ParsedRecords:
-    """Read records one by one to texts and record, and note the bad ones."""
+    """Convert each raw record to texts by ``read``; collect texts, kept values and faults."""
     columns: list[list[Text]] = [[] for _ in json_keys]
     bad: list[BadRecord] = []
     kept: list[bytes] = []
-    for number, one in enumerate(raw, 1):
+    for number, raw_record in enumerate(raw, 1):
         try:
-            values, record = read(one)
+            values, record = read(raw_record)
             _refuse_lone_surrogates(values)
         except BadRecordError as error:
             bad.append(BadRecord(number, str(error)))
@@ -193,14 +193,14 @@ def _collect(
 
 def _kept_line(record: Mapping[str, Any], keep_keys: Sequence[str]) -> bytes:
     values = [find_value(record, key) for key in keep_keys]
-    # Escaped by the standard library, whatever parsed the record: the same bytes everywhere.
+    # Written by the standard library also if orjson is installed: the same bytes everywhere.
     line = json.dumps([None if value is _ABSENT else value for value in values])
     return line.encode() + b"\n"
 
 
 @cache
 def _json_reader() -> tuple[Callable[[Any], Any], bool]:
-    """The fastest JSON parser installed, and whether it refuses halves of surrogate pairs."""
+    """Return the fastest installed JSON parser, and whether it refuses lone surrogates."""
     try:
         from orjson import loads
     except ImportError:
@@ -211,7 +211,7 @@ def _json_reader() -> tuple[Callable[[Any], Any], bool]:
 def _parse_all(
     data: bytes, json_keys: Sequence[str], keep_keys: Sequence[str]
 ) -> ParsedRecords | None:
-    """All lines at once; None if a line is bad or must be checked one by one."""
+    """Parse all lines at once; return None if a line may be bad and needs ``_collect``."""
     loads, is_strict = _json_reader()
     if not is_strict and (b"\\ud" in data or b"\\uD" in data):
         return None
@@ -267,7 +267,7 @@ def _parse_table(
 
 
 def split_pages(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield headers and content of the records of a WET file, which ``sources.py`` cut."""
+    """Yield headers and content of each record in a block of a WET file."""
     start = 0
     while start < len(data):
         head_end = data.index(b"\r\n\r\n", start)
@@ -278,19 +278,19 @@ def split_pages(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def page_bytes(head: bytes) -> int:
-    """Content-Length of the headers of a WARC record.
+    """Return the Content-Length of the headers of a WARC record.
 
     Raises:
         ValueError: if the headers are not those of a WARC record.
     """
-    found = re.search(rb"(?mi)^Content-Length:[ \t]*(\d+)[ \t]*\r?$", head)
-    if not head.startswith(b"WARC/") or found is None:
-        raise ValueError(f"no WARC record: {head[:40]!r}")
-    return int(found[1])
+    match = re.search(rb"(?mi)^Content-Length:[ \t]*(\d+)[ \t]*\r?$", head)
+    if not head.startswith(b"WARC/") or match is None:
+        raise ValueError(f"not a WARC record: {head[:40]!r}")
+    return int(match[1])
 
 
 def _decode_page(head: bytes, content: bytes) -> dict[str, Any]:
-    """A page as a record: its headers by name, and ``text``."""
+    """Return a page as a record: its headers by name, and ``text``."""
     lines = head.decode("utf-8", "replace").split("\r\n")[1:]
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
     return {**headers, "text": content}
@@ -330,4 +330,4 @@ def _refuse_lone_surrogates(record: tuple[Text, ...]) -> None:
         try:
             (value if isinstance(value, str) else "".join(value)).encode()
         except UnicodeEncodeError:
-            raise BadRecordError("half of a surrogate pair, which is no character") from None
+            raise BadRecordError("a lone surrogate, which is not a character") from None

@@ -13,15 +13,15 @@ def find_remote(
     *,
     refresh: bool = False,
 ) -> tuple[list[tuple[str, int, str]], list[str]]:
-    """Find the files that a URL names: one file, those below a folder, or a pattern's matches.
+    """Find the files of a URL: one file, all files below a folder, or a pattern's matches.
 
     Args:
         url: with a scheme.
-        choose: picks the inputs among the files below a folder, by their names in it.
+        choose: selects the inputs among the files below a folder, by relative names.
         refresh: list the store again instead of using this process's cache.
 
     Returns:
-        URL, size and stamp of each input, by name; URLs of what was left out.
+        URL, size and stamp of each input, by name; URLs of the files that were left out.
 
     Raises:
         ImportError: if fsspec or the store's own package is not installed.
@@ -44,16 +44,16 @@ def find_remote(
     else:
         infos = {path: store.info(path)} if store.exists(path) else {}
         chosen = list(infos)
-    found = []
+    inputs = []
     for name in sorted(chosen):
         info = infos[name]
         size = int(info.get("size") or 0)
-        found.append((store.unstrip_protocol(name), size, object_version(info)))
-    return found, [store.unstrip_protocol(name) for name in left_out]
+        inputs.append((store.unstrip_protocol(name), size, object_version(info)))
+    return inputs, [store.unstrip_protocol(name) for name in left_out]
 
 
 def without_parents(folders: Sequence[str], files: Sequence[str]) -> list[str]:
-    """Those of the folders that hold none of the files, at any depth."""
+    """Return the folders that contain none of the files, at any depth."""
     parents = {str(parent) for file in files for parent in PurePosixPath(file).parents}
     return [folder for folder in folders if folder.rstrip("/") not in parents]
 

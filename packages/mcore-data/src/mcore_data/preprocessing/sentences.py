@@ -2,8 +2,8 @@
 
 The rules need no data. A sentence ends at ``.``, ``!`` or ``?`` (with closing quotes) before
 white space, unless the next letter is lower case, or the word is a known abbreviation or a
-single initial. In doubt the rules do not split; Japanese and Chinese full stops need no white
-space after them.
+single initial. In doubtful cases the rules do not split; Japanese and Chinese full stops need
+no white space after them.
 """
 
 import logging
@@ -102,7 +102,7 @@ def _load_punkt(lang: str) -> tuple[Any, str]:
 
 
 def _split_by_punkt(text: str, *, punkt: Any, keep_newlines: bool) -> list[str]:
-    """Split by punkt; white space between sentences is kept or removed as by rules."""
+    """Split by punkt; white space between sentences is treated as by ``split_sentences``."""
     spans = list(punkt.span_tokenize(text))
     ends = [*(start for start, _ in spans[1:]), len(text)][: len(spans)]
     pieces = [text[start:end] for (start, _), end in zip(spans, ends, strict=True)]

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 _LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 _TEXTS = (".txt", ".text")
 _PAGES = (".wet",)
-_OF_OUTPUTS = (".manifest.json", ".journal.json", ".plan.json", ".failed.json")
-_NAMED_LEFT_OUT = 20
+_OUTPUT_SUFFIXES = (".manifest.json", ".journal.json", ".plan.json", ".failed.json")
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Part:
     Attributes:
         number: from 0.
         num_parts: parts of the division.
-        corpus: hash of the names, kinds and sizes of all inputs, divided or not.
+        corpus: hash of the names, kinds and sizes of all inputs of the corpus.
     """
 
     number: int
@@ -60,9 +60,9 @@ class Corpus:
     """The inputs of one pair.
 
     Attributes:
-        sources: what is read, in order.
+        sources: inputs, in the order of reading.
         left_out: files of the given folders and patterns that are not read.
-        part: which part of a division the sources are; None if they are the whole.
+        part: number of these sources in a division; None for an undivided corpus.
     """
 
     sources: Sequence[InputSource]
@@ -71,36 +71,39 @@ class Corpus:
 
 
 def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[InputSource]:
-    """Sources that ``--input`` names, in the order given; each folder's and pattern's by name.
+    """Return the sources of ``--input``, in the order given; in folders and patterns by name.
 
-    A folder stands for all records in it and in its sub-folders, or if it has none for its
-    texts; ``report_left_out`` names the other files.
+    A folder means all record files in it and in its sub-folders, or if it has none its text
+    files; ``report_left_out`` lists the other files.
 
     Args:
         words: files, named pipes, folders, patterns, URLs, or ``-`` for JSON lines on
             standard input.
-        text_lines: take each line of a ``.txt`` file for a document, not the whole file.
+        text_lines: each line of a ``.txt`` file is a document, not the whole file.
 
     Raises:
-        FileNotFoundError: if a word names nothing.
+        FileNotFoundError: if a word matches no file.
         ImportError: if a URL needs an extra that is not installed.
         ValueError: if a table is compressed as a whole.
     """
-    found: list[InputSource] = []
+    inputs: list[InputSource] = []
     for word in words:
         sources, left_out = _resolve(word, text_lines)
         if not sources:
-            others = f" Left out: {_name_some(left_out)}." if left_out else ""
-            raise FileNotFoundError(f"--input {word} is not a file, and names none.{others}")
-        found += sources
-    return found
+            others = f" Left out: {_list_some(left_out)}." if left_out else ""
+            raise FileNotFoundError(
+                f"--input {word} is not a file, and not a folder or pattern with inputs."
+                f"{others}"
+            )
+        inputs += sources
+    return inputs
 
 
 def report_left_out(words: Sequence[str]) -> list[str]:
     """Log and return the files of folders and patterns that ``find_inputs`` leaves out."""
     left_out = [path for word in words for path in _resolve(word, False)[1]]
     if left_out:
-        log.warning("--input: left out %s", _name_some(left_out))
+        log.warning("--input: left out %s", _list_some(left_out))
     return left_out
 
 
@@ -108,17 +111,17 @@ def data_files(names: Sequence[str]) -> list[str]:
     """Choose a folder's inputs: its records, or if it has none its CSV files, or its texts.
 
     Args:
-        names: of all files, from the folder on. Hidden files, what lies in hidden folders,
-            manifests, journals and plans are not chosen.
+        names: relative paths of all files. Hidden files, files in hidden folders, manifests,
+            journals and plans are not chosen.
     """
-    shown = [
+    candidates = [
         name
         for name in names
         if not any(part.startswith(".") for part in Path(name).parts)
-        and not name.endswith(_OF_OUTPUTS)
+        and not name.endswith(_OUTPUT_SUFFIXES)
     ]
     for suffixes in ((*_LINES, *TABLES, *_PAGES), CSVS, _TEXTS):
-        chosen = [name for name in shown if _bare_suffix(name) in suffixes]
+        chosen = [name for name in candidates if _bare_suffix(name) in suffixes]
         if chosen:
             return sorted(chosen)
     return []
@@ -130,7 +133,7 @@ def read_blocks(
     start: int = 0,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
-    """Yield the blocks of a source, from the one that starts at ``start``.
+    """Yield the blocks of a source, from the block that starts at ``start`` on.
 
     A record longer than ``block_bytes`` makes a longer block.
 
@@ -156,13 +159,13 @@ def read_blocks(
 
 
 def refuse_changed(sources: Sequence[InputSource]) -> None:
-    """Raise RuntimeError if a source has another size, time of change or ETag than before."""
+    """Raise ``RuntimeError`` if a source changed in size, modification time or ETag."""
     for change in list_changes(sources):
-        raise RuntimeError(f"{change}: it changed while it was read. {GIVE_AGAIN}")
+        raise RuntimeError(f"{change}: the file changed while it was read. {GIVE_AGAIN}")
 
 
 def list_changes(sources: Sequence[InputSource]) -> Iterator[str]:
-    """Yield a phrase for each source of another size, time of change or ETag than before."""
+    """Yield a phrase for each source that changed in size, modification time or ETag."""
     for source in sources:
         if source.is_stream:
             continue
@@ -170,46 +173,49 @@ def list_changes(sources: Sequence[InputSource]) -> Iterator[str]:
             info = Path(source.path).stat() if Path(source.path).is_file() else None
             now = (info.st_size, str(info.st_mtime_ns)) if info else None
         else:
-            found, _ = find_remote(source.path, refresh=True)
-            now = found[0][1:] if found else None
+            files, _ = find_remote(source.path, refresh=True)
+            now = files[0][1:] if files else None
         if now == (source.size, source.stamp):
             continue
         if now is None:
-            yield f"{source.path} is gone"
+            yield f"{source.path} does not exist any more"
         elif now[0] == source.size:
-            yield f"{source.path} was written to, and has {now[0]:,} bytes as before"
+            yield f"{source.path} was written again, with {now[0]:,} bytes as before"
         else:
             yield f"{source.path} had {source.size:,} bytes and now has {now[0]:,} bytes"
 
 
 def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
-    """Divide a corpus into parts of about one size, which in order are the corpus.
+    """Divide a corpus into consecutive parts of about equal size.
 
-    Files are cut where they can be entered (``entries.py``): plain ones between lines,
-    Zstandard ones between frames, gzip ones between members, Parquet files between row groups.
-    Other files belong to the part in which they start.
+    Files are cut at entries (``entries.py``): plain files between lines, Zstandard files
+    between frames, gzip files between members, Parquet files between row groups. Any other file
+    belongs to the part that contains its first byte.
     """
     sources = corpus.sources
     streams = [source.path for source in sources if source.is_stream]
     if streams:
         name = "standard input" if streams[0] == STDIN else streams[0]
-        raise ValueError(f"--partitions needs files: {name} cannot be divided.")
+        raise ValueError(
+            f"--partitions needs files: {name} is a stream and cannot be divided. Write it to "
+            "a file first."
+        )
     total = sum(source.size for source in sources)
     borders = [total * number // num_parts for number in range(num_parts + 1)]
     chosen: list[list[InputSource]] = [[] for _ in range(num_parts)]
-    at = 0
+    offset = 0
     for source in sources:
-        number = min(bisect_right(borders, at), num_parts) - 1
+        number = min(bisect_right(borders, offset), num_parts) - 1
         if not source.size:
             chosen[number].append(source)
         start = 0
         while start < source.size:
-            last = next_entry(source, borders[number + 1] - at, start)
-            if start < last:
-                stop = last if last < source.size else 0
+            end = next_entry(source, borders[number + 1] - offset, start)
+            if start < end:
+                stop = end if end < source.size else 0
                 chosen[number].append(replace(source, start=start, stop=stop))
-            start, number = last, number + 1
-        at += source.size
+            start, number = end, number + 1
+        offset += source.size
     listing = digest([[Path(source.path).name, source.kind, source.size] for source in sources])
     return [
         replace(corpus, sources=part, part=Part(number, num_parts, listing))
@@ -218,7 +224,7 @@ def divide(corpus: Corpus, num_parts: int) -> list[Corpus]:
 
 
 def count_records(path: str, kind: Kind, stop: int) -> int:
-    """Records of a local file before the part that begins at the stored byte ``stop``."""
+    """Count the records of a local file before the part that begins at stored byte ``stop``."""
     source = InputSource(path, kind, os.path.getsize(path), "", stop=stop)
     if kind == "table":
         return count_rows(path, stop)
@@ -249,19 +255,19 @@ def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(corpus: Corpus) -> list[Any]:
-    """Everything of the corpus that decides the output and the manifest's ``parts``."""
+    """Return the facts of a corpus that determine the output and the manifest's ``parts``."""
     sources = [[s.path, s.kind, s.size, s.stamp, s.start, s.stop] for s in corpus.sources]
     return [*sources, astuple(corpus.part)] if corpus.part else sources
 
 
 def _resolve(word: str, text_lines: bool) -> tuple[list[InputSource], list[str]]:
-    """Sources that a word of ``--input`` names, and what it leaves out."""
+    """Return the sources of a word of ``--input``, and the files that are left out."""
     if word == STDIN:
         return [InputSource(STDIN, "lines", 0, _stream_stamp(), is_stream=True)], []
     if "://" in word:
-        found, left_out = find_remote(word, data_files)
+        files, left_out = find_remote(word, data_files)
         sources = [
-            InputSource(url, _kind(url, text_lines), size, stamp) for url, size, stamp in found
+            InputSource(url, _kind(url, text_lines), size, stamp) for url, size, stamp in files
         ]
         return sources, left_out
     if os.path.isdir(word):
@@ -282,10 +288,10 @@ def _resolve(word: str, text_lines: bool) -> tuple[list[InputSource], list[str]]
 
 
 def _names_below(folder: str) -> list[str]:
-    """Files in a folder and its sub-folders, by their paths from it, sorted.
+    """Return the relative paths of all files in a folder and its sub-folders, sorted.
 
     Links to folders are followed. A folder that is not entered, since it is hidden or was
-    entered before through a link, is listed itself, with a slash at its end.
+    entered before through a link, is itself listed, with a slash at its end.
     """
     names: list[str] = []
     entered = {os.path.realpath(folder)}
@@ -293,25 +299,25 @@ def _names_below(folder: str) -> list[str]:
     def refuse(error: OSError) -> None:
         raise error
 
-    for at, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         for name in sorted(folders):
-            real = os.path.realpath(os.path.join(at, name))
+            real = os.path.realpath(os.path.join(root, name))
             if name.startswith(".") or real in entered:
                 folders.remove(name)
-                names.append(os.path.relpath(os.path.join(at, name), folder) + "/")
+                names.append(os.path.relpath(os.path.join(root, name), folder) + "/")
             else:
                 entered.add(real)
         folders.sort()
-        names += [os.path.relpath(os.path.join(at, name), folder) for name in files]
+        names += [os.path.relpath(os.path.join(root, name), folder) for name in files]
     return sorted(names)
 
 
-def _name_some(paths: Sequence[str]) -> str:
-    """Number of some files, and the names of the first of them."""
-    named = ", ".join(paths[:_NAMED_LEFT_OUT])
-    more = len(paths) - _NAMED_LEFT_OUT
+def _list_some(paths: Sequence[str]) -> str:
+    """Return the number of files, and the names of the first of them."""
+    listed = ", ".join(paths[:_MAX_LISTED])
+    more = len(paths) - _MAX_LISTED
     rest = f" and {more:,} more" if more > 0 else ""
-    return f"{len(paths):,} file{'s' * (len(paths) > 1)}: {named}{rest}"
+    return f"{len(paths):,} file{'s' * (len(paths) > 1)}: {listed}{rest}"
 
 
 def _local(path: Path, text_lines: bool) -> InputSource:
@@ -322,7 +328,7 @@ def _local(path: Path, text_lines: bool) -> InputSource:
 
 
 def _stream_stamp() -> str:
-    """A unique stamp, since an interrupted run cannot continue in a stream."""
+    """Return a unique stamp: an interrupted run cannot continue in a stream."""
     return f"{time.time_ns()}"
 
 
@@ -333,8 +339,8 @@ def _kind(path: str, text_lines: bool) -> Kind:
     if suffix in (*TABLES, *CSVS):
         if codec_of(path) and suffix in TABLES:
             raise ValueError(
-                f"--input {path}: a table is compressed within its file, not as a whole. "
-                "Unpack it first."
+                f"--input {path}: Parquet and Arrow files are compressed internally and cannot "
+                "be read from a compressed file. Unpack it first."
             )
         return "table"
     if suffix in _TEXTS:
@@ -343,7 +349,7 @@ def _kind(path: str, text_lines: bool) -> Kind:
 
 
 def _bare_suffix(path: str) -> str:
-    """Lower-case suffix of a file's name without that of its compression."""
+    """Return the lower-case suffix of a file name, without the suffix of a compression."""
     bare = Path(path).with_suffix("") if codec_of(path) else Path(path)
     return bare.suffix.lower()
 
@@ -388,7 +394,7 @@ def _stream_blocks(
 def _take_pages(
     source: InputSource, stream: BinaryIO, data: bytes, end: int
 ) -> tuple[bytes, int]:
-    """Complete the last WARC record of ``data``, and keep the records that are pages of text.
+    """Complete the last WARC record of ``data``, and return only the pages of text.
 
     Args:
         source: for messages.
@@ -412,14 +418,14 @@ def _take_pages(
             more = stream.read(stop - len(data))
             data, end = data + more, end + len(more)
         if stop > len(data) or data[stop - 4 : stop] != b"\r\n\r\n":
-            raise OSError(f"the record at byte {end - len(data) + start} is cut")
+            raise OSError(f"the record at byte {end - len(data) + start} is truncated")
         kind = re.search(rb"(?mi)^WARC-Type:[ \t]*(\w+)", head)
         if kind and kind[1] == b"conversion":
             pages.append(data[start:stop])
         elif kind and kind[1] == b"response":
             raise ValueError(
-                f"{source.path} holds web pages as servers sent them, not their text: extract "
-                "it first, for example with datatrove."
+                f"{source.path} holds raw web pages, not their text: extract the text first, "
+                "for example with datatrove."
             )
         start = stop
     return b"".join(pages), end
@@ -431,5 +437,5 @@ def _skip(stream: BinaryIO, num_bytes: int) -> None:
 
 
 def digest(facts: object) -> str:
-    """Short hash of a value's text."""
+    """Return the SHA-256 of a value's ``repr``."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Reads Parquet, Arrow and CSV files as blocks of rows (extra ``arrow``).
 
 Rows are read in order, batch by batch, and sent to the workers as an Arrow stream of the
-columns to tokenize; a file of any size takes the memory of one batch.
+columns to tokenize. Memory holds one batch, for a file of any size.
 """
 
 import codecs
@@ -30,7 +30,9 @@ def read_tables(
 ) -> Iterator[Block]:
     """Yield the blocks of a table, or of a part's row groups, from row ``start`` on."""
     if source.is_stream:
-        raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
+        raise ValueError(
+            f"--input {source.path}: a table cannot be read from a pipe. Write it to a file."
+        )
     try:
         import pyarrow
         from pyarrow import ipc
@@ -48,7 +50,9 @@ def read_tables(
                 raw = _BoundedFile(stored)
                 batches, num_rows = _open_table(source, raw, json_keys, block_bytes)
             for batch in batches:
-                batch.validate(full=True)  # Arrow believes offsets, also those behind the end
+                batch.validate(
+                    full=True
+                )  # Arrow itself does not check offsets of damaged files
                 skipped = min(max(start - row, 0), batch.num_rows)
                 row += skipped
                 columns = _project(source, batch.slice(skipped), json_keys)
@@ -66,10 +70,10 @@ def read_tables(
 
 
 class _BoundedFile:
-    """A file that is read no further than its end.
+    """A file whose reads are limited to its remaining bytes.
 
-    Arrow asks for as many bytes as a length in the file claims, and Python allocates them
-    before it reads: a damaged length must not take more memory than the file has bytes.
+    Arrow requests as many bytes as a length field in the file gives, and Python allocates them
+    before reading. A damaged length must not allocate more memory than the file has bytes.
     """
 
     closed = False
@@ -81,14 +85,14 @@ class _BoundedFile:
         self.seek, self.tell = raw.seek, raw.tell
 
     def read(self, num_bytes: int = -1) -> bytes:
-        left = max(self._num_bytes - self._raw.tell(), 0)
-        return self._raw.read(left if num_bytes < 0 else min(num_bytes, left))
+        remaining = max(self._num_bytes - self._raw.tell(), 0)
+        return self._raw.read(remaining if num_bytes < 0 else min(num_bytes, remaining))
 
 
 def _open_table(
     source: InputSource, raw: _BoundedFile, json_keys: Sequence[str], block_bytes: int
 ) -> tuple[Iterator[Any], int]:
-    """Record batches with the columns ``json_keys``, and the table's rows; 0 if unknown."""
+    """Return record batches with the columns ``json_keys``, and the table's rows or 0."""
     import pyarrow
     from pyarrow import parquet
 
@@ -119,9 +123,9 @@ def is_parquet(source: InputSource) -> bool:
 
 
 def row_group_starts(path: str) -> list[int]:
-    """First byte of each row group of a local Parquet file; 0 for the first one.
+    """Return the first byte of each row group of a local Parquet file; 0 for the first.
 
-    The list is empty if row groups do not follow each other in the file in their order.
+    The list is empty if the row groups are not stored in their order.
     """
     from pyarrow import parquet
 
@@ -131,13 +135,13 @@ def row_group_starts(path: str) -> list[int]:
 
 
 def count_rows(path: str, stop: int) -> int:
-    """Rows of a local Parquet file's row groups before byte ``stop``."""
+    """Count the rows of a local Parquet file's row groups before byte ``stop``."""
     from pyarrow import parquet
 
     with open_local(path) as stored:
         facts = parquet.read_metadata(stored)
     starts = _starts(facts)
-    return sum(facts.row_group(i).num_rows for i, at in enumerate(starts) if at < stop)
+    return sum(facts.row_group(i).num_rows for i, start in enumerate(starts) if start < stop)
 
 
 def _starts(facts: Any) -> list[int]:
@@ -152,11 +156,11 @@ def _starts(facts: Any) -> list[int]:
 
 
 def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iterator[Any]:
-    """Yield the record batches of Arrow's stream or file form; Hugging Face datasets has both.
+    """Yield the record batches of Arrow's stream or file format, which HF datasets writes.
 
-    The file form is a stream between a magic word and a footer. Arrow's readers take a stream
-    that was cut between two batches for a whole one, and ignore what follows its end marker,
-    so both are checked here.
+    The file format is a stream between a magic word and a footer. Arrow's readers accept a
+    stream that was truncated between two batches, and ignore bytes after the end marker; both
+    are checked here.
     """
     import pyarrow
     from pyarrow import ipc
@@ -171,14 +175,14 @@ def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iter
         end = raw.tell()
     # The end marker has 8 bytes, or 4 in files of Arrow before 0.15.
     if raw.tell() - end not in (4, 8):
-        raise OSError("its last record batch is not followed by the marker of a stream's end")
+        raise OSError("the last record batch is not followed by an end-of-stream marker")
     rest = raw.read()
     # The footer ends with its own length (4 bytes) and the magic word (6 bytes).
     footer_bytes = int.from_bytes(rest[-10:-6], "little") + 10
     if has_footer and not (rest.endswith(_ARROW_MAGIC) and len(rest) == footer_bytes):
-        raise OSError("its record batches are not followed by exactly one footer")
+        raise OSError("the record batches are not followed by exactly one footer")
     if not has_footer and rest:
-        raise OSError(f"{len(rest)} bytes follow the end of its stream")
+        raise OSError(f"{len(rest)} bytes follow the end of the stream")
 
 
 def _is_csv(source: InputSource) -> bool:
@@ -188,8 +192,8 @@ def _is_csv(source: InputSource) -> bool:
 def _read_csv(source: InputSource, stored: Any, keys: Sequence[str]) -> Iterator[Any]:
     """Yield the record batches of a CSV file with a line of names; all values are text.
 
-    Arrow's CSV reader takes a file that ends inside a quoted value for a whole one, so the rows
-    are read by Python's reader, strictly.
+    Arrow's CSV reader accepts a file that ends inside a quoted value, so the rows are read by
+    Python's reader in strict mode.
     """
     import pyarrow
 
@@ -219,14 +223,14 @@ def _read_csv(source: InputSource, stored: Any, keys: Sequence[str]) -> Iterator
 
 
 def _whole_row(row: list[str], num_columns: int, line: int) -> list[str]:
-    """Return a row; raise if it has not one value for each column."""
+    """Return a row; raise ``OSError`` if it does not have one value for each column."""
     if len(row) != num_columns:
         raise OSError(f"line {line}: {len(row)} values in a row of {num_columns} columns")
     return row
 
 
 def _project(source: InputSource, batch: Any, keys: Sequence[str]) -> Any:
-    """Return the columns of the keys, under their names; data.text is a field of data."""
+    """Return the columns of the keys; the key data.text may be a field of the column data."""
     import pyarrow
     from pyarrow import compute
 

@@ -24,15 +24,14 @@ def train_tokenizer(
 ) -> HFTokenizer:
     """Train byte-level BPE with ``<|endoftext|>`` as end of document, and save it.
 
-    All 256 bytes are in the vocabulary, so that every text can be encoded and decoded to
-    itself.
+    All 256 bytes are in the vocabulary, so every text can be encoded without loss.
 
     Args:
         inputs: files, folders and patterns, as ``PreprocessConfig.input``.
         output: folder for ``tokenizer.json`` and ``tokenizer_config.json``, which
             ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
-        vocab_size: upper limit of the number of ids, the end of document and the bytes
-            included. A small corpus may give fewer merges.
+        vocab_size: upper limit of the number of ids, including the end of document and the
+            bytes. A small corpus may give fewer merges.
         json_keys: keys of a record to train on.
         show_progress: show the progress bars of the tokenizers library.
 
@@ -57,7 +56,10 @@ def train_tokenizer(
     texts = _texts(inputs, json_keys)
     first = next(filter(None, texts), None)
     if first is None:
-        raise ValueError(f"--input {' '.join(map(str, inputs))} holds no text to train on.")
+        raise ValueError(
+            f"--input {' '.join(map(str, inputs))} holds no text to train on: give files with "
+            "text."
+        )
     core.train_from_iterator(chain([first], texts), trainer)
     roles = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     tokenizer = HFTokenizer(core, {**roles, "clean_up_tokenization_spaces": False})

@@ -1,9 +1,9 @@
-"""One pass over sources: bounded memory, in order, and able to continue after a crash.
+"""Tokenizes sources to pairs in one pass, in order, in bounded memory, restartable.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
-appends the results in order. About once a second a journal records how far inputs and
-outputs are, so a run that was killed continues there; the result is the same byte for byte.
-Final names appear only when all is written, and a manifest last.
+appends the results in order. About once a second a journal records the positions in inputs and
+outputs, from which a killed run continues; the result is the same byte for byte. Files get
+their final names when all tokens are written; the manifest is written last.
 """
 
 import itertools
@@ -38,15 +38,15 @@ from mcore_data.preprocessing.sources import (
     read_blocks,
     refuse_changed,
 )
-from mcore_data.preprocessing.workers import encode_all, most_workers
-from mcore_data.tokenizers.building import build_tokenizer, how_to_end_documents
+from mcore_data.preprocessing.workers import encode_all, max_workers
+from mcore_data.tokenizers.building import build_tokenizer, eod_advice
 from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_NAMED_BAD_RECORDS = 20
+_MAX_LISTED_BAD_RECORDS = 20
 _JOURNAL_EVERY_S = 1.0
-_SAVE_SHARE = 20  # at least so many times as long between two saves as one takes
+_SAVE_SHARE = 20  # saves take at most 1/20 of the time
 _SOURCE_FACTS = ("path", "kind", "size", "stamp", "start", "stop")
 
 
@@ -82,11 +82,10 @@ class PreprocessReport:
         num_documents: documents in each dataset, empty ones included.
         num_tokens: tokens in each dataset, by key.
         num_bad_records: records left out.
-        bad_records: file, line and fault of the first of them.
+        bad_records: file, line and fault of the first bad records.
         num_texts: texts encoded, of all keys.
-        num_checked_texts: texts of these whose ids are the tokenizer's own or were compared
-            with them.
-        engine: what encoded.
+        num_checked_texts: texts that the tokenizer itself encoded, alone or for comparison.
+        engine: name of the engine that encoded.
     """
 
     prefixes: dict[str, Path]
@@ -107,7 +106,7 @@ class Tools:
         tokenizer: the reference tokenizer.
         encoder: encodes blocks in the workers.
         splitter: splits texts into sentences; None keeps each text as one sequence.
-        distrusted: name of an engine that gave wrong ids; its finished parts are done again.
+        distrusted: name of an engine that gave wrong ids; its finished parts are encoded again.
     """
 
     tokenizer: Tokenizer
@@ -124,7 +123,7 @@ def build_tools(
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
             f"--append-eod: {tokenizer_config.tokenizer_type} has no end-of-document token. "
-            f"{how_to_end_documents(tokenizer_config)}"
+            f"{eod_advice(tokenizer_config)}"
         )
     engine = build_engine(tokenizer, config.engine)
     verifier = Verifier(engine, tokenizer, config.verify)
@@ -163,11 +162,11 @@ def preprocess_corpus(
 
 
 FILES = (".bin", ".idx", ".origins", ".kept", ".manifest.json")
-"""Suffixes of a pair's files; the manifest makes a pair in a store complete, and is last."""
+"""Suffixes of a pair's files in the order of upload; a manifest marks a complete pair."""
 
 
 def scratch_folder(output_prefix: str | Path, scratch_path: str | Path) -> Path:
-    """Local folder for outputs of an object store, the same for the same outputs.
+    """Return the local folder for outputs of an object store, a function of the output prefix.
 
     Raises:
         ValueError: if no folder is given.
@@ -175,7 +174,7 @@ def scratch_folder(output_prefix: str | Path, scratch_path: str | Path) -> Path:
     if not scratch_path:
         raise ValueError(
             f"{output_prefix} is in an object store: give --scratch-path, a local folder with "
-            "room for what one worker writes at a time."
+            "space for the outputs of one worker."
         )
     return Path(scratch_path) / digest(address_of(as_path(output_prefix).parent))[:16]
 
@@ -243,7 +242,7 @@ def _preprocess_alone(
         for writer in writers.values():
             writer.suspend()
         if isinstance(error, EngineDifferenceError):
-            journal_path.unlink(missing_ok=True)  # the same work begins anew
+            journal_path.unlink(missing_ok=True)  # a repeated run starts from the beginning
         raise
     for key, prefix in prefixes.items():
         manifest_path(prefix).unlink(missing_ok=True)  # of an earlier pair
@@ -264,14 +263,14 @@ def _preprocess_alone(
 
 
 def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
-    """Prefix of each key's pair, named as Megatron names it."""
+    """Return the prefix of each key's pair, with Megatron's suffixes."""
     level = "sentence" if config.split_sentences else "document"
     return {key: as_path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
 
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """Writes blocks to the pairs, and keeps the journal."""
+    """Writes encoded blocks to the pairs and progress to the journal."""
 
     config: PreprocessConfig
     sources: Sequence[InputSource]
@@ -308,10 +307,10 @@ class _Run:
                         self._save(unsaved)
                         unsaved, now = {}, time.monotonic()
                         due = now + max(_JOURNAL_EVERY_S, _SAVE_SHARE * (now - began))
-                    self._tell(start)
+                    self._report(start)
             refuse_changed(self.sources[: self.journal.source + 1])
         finally:
-            if unsaved:  # describes the last whole block, also if the next was half appended
+            if unsaved:  # the state after the last complete block, also if the next one failed
                 self._save(unsaved)
 
     def _save(self, journal: dict[str, Any]) -> None:
@@ -349,7 +348,7 @@ class _Run:
         journal.records += result.num_records
         journal.outputs = {key: writer.position() for key, writer in self.writers.items()}
 
-    def _tell(self, start: Progress) -> None:
+    def _report(self, start: Progress) -> None:
         if self.on_progress is None:
             return
         self.on_progress(
@@ -373,15 +372,15 @@ class _Run:
         if source.start:
             before += count_records(source.path, source.kind, source.start)
         for bad in result.bad:
-            sentence = f"{describe(block.path, block.kind, before + bad.number)}: {bad.reason}."
+            message = f"{describe(block.path, block.kind, before + bad.number)}: {bad.reason}."
             if self.config.on_bad_record == "refuse":
                 raise BadRecordError(
-                    f"{sentence} Mend the record, or leave such ones out with "
+                    f"{message} Correct the record, or leave bad records out with "
                     "--on-bad-record skip."
                 )
-            if len(self.journal.bad_records) < _NAMED_BAD_RECORDS:
-                self.journal.bad_records.append(sentence)
-                log.warning("skipped: %s", sentence)
+            if len(self.journal.bad_records) < _MAX_LISTED_BAD_RECORDS:
+                self.journal.bad_records.append(message)
+                log.warning("skipped: %s", message)
         self.journal.num_bad_records += len(result.bad)
 
 
@@ -394,21 +393,24 @@ def _is_finished(prefix: Path, position: dict[str, int] | None) -> bool:
     )
 
 
-def limit_workers(wanted: int) -> int:
-    """Number of workers to start: ``wanted``, at most ``most_workers`` of the cores."""
-    limited = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
-    most = most_workers(cores)
-    if wanted > most:
-        log.warning("--workers %d: %d start, the most on %d cores", wanted, most, cores)
-    return min(wanted, most)
+def limit_workers(num_workers: int) -> int:
+    """Return ``num_workers``, limited to ``max_workers`` of this machine's cores."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    limit = max_workers(num_cores)
+    if num_workers > limit:
+        log.warning(
+            "--workers %d exceeds the limit of %d for %d cores: starting %d",
+            *(num_workers, limit, num_cores, limit),
+        )
+    return min(num_workers, limit)
 
 
 def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
-    """Hash of everything that decides the output's bytes.
+    """Return a hash of everything that determines the output's bytes.
 
-    The engine is left out, since all engines give the same ids, and so is ``on_bad_record``,
-    since a stopped run may continue with another value.
+    The engine is not included, since all engines give the same ids. ``on_bad_record`` is not
+    included either, since a stopped run may continue with another value.
     """
     splitter = tools.splitter.name if tools.splitter else ""
     return digest(
@@ -429,7 +431,7 @@ def _facts(
     tools: Tools,
     journal: Journal,
 ) -> dict[str, object]:
-    """Facts for the manifest of one key's pair."""
+    """Return the facts for the manifest of one key's pair."""
     exact = tools.encoder.engine.name == "reference"
     facts: dict[str, object] = {
         "work": work_hash(config, corpus, tools),

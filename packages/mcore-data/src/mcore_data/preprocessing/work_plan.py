@@ -1,10 +1,10 @@
-"""A frozen division of a corpus into units, which any number of workers write.
+"""A fixed division of a corpus into units, which any number of workers write.
 
 ``<output-prefix>.plan.json`` lists the inputs with their sizes and stamps, the units, and all
-settings that decide the ids. A unit is a part of the corpus as ``--partitions`` divides it,
-with its own pair ``<output-prefix>.units/<number>_<key>_document``. Progress is not stored: a
-unit is done if its manifests carry the hash of its work, running if its lock file exists, and
-failed if ``<number>.failed.json`` exists.
+settings that determine the ids. A unit is a part of the corpus, divided as by ``--partitions``,
+with its own pair ``<output-prefix>.units/<number>_<key>_document``. The plan does not store
+progress: a unit is done if its manifests have the hash of its work, running if its lock file
+exists, and failed if ``<number>.failed.json`` exists.
 """
 
 import logging
@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".plan.json"
 _FORMAT = 1
-_OF_WORKERS = ("workers", "partitions", "partition", "plan", "claim_timeout_s")
-_OF_COMMANDS = ("input", "output_prefix", "overwrite", "scratch_path", *_OF_WORKERS)
+# Options of PreprocessConfig that belong to a worker, or to one command; a plan has no value.
+_WORKER_OPTIONS = ("workers", "partitions", "partition", "plan", "claim_timeout_s")
+_COMMAND_OPTIONS = ("input", "output_prefix", "overwrite", "scratch_path", *_WORKER_OPTIONS)
 _RATE_UNITS = 100
 _NAMED = 20
 _READERS = 16
@@ -64,8 +65,8 @@ class Unit:
 
     Attributes:
         config: options with the unit's own output prefix.
-        corpus: what the unit reads; its ``part`` has the unit's number.
-        work: hash of everything that decides the unit's bytes, as in its manifests.
+        corpus: inputs of the unit; its ``part`` has the unit's number.
+        work: hash of everything that determines the unit's bytes, as in its manifests.
     """
 
     config: PreprocessConfig
@@ -84,7 +85,7 @@ class Unit:
 
     @property
     def lock_path(self) -> Path:
-        """The file that a worker holds while it writes the unit."""
+        """The lock file of the worker that writes the unit."""
         return as_path(f"{self.config.output_prefix}.lock")
 
     @property
@@ -103,27 +104,27 @@ class Unit:
             facts = read_manifest(prefix)
             if facts.get("work") != self.work:
                 return False
-            # In a store the manifest appears after the files.
+            # In a store the manifest is uploaded last, so it implies the other files.
             if not is_remote(prefix) and not has_files(prefix, facts):
                 return False
         return True
 
     def failure(self) -> str:
-        """Error of the last attempt; empty if there is none."""
+        """Return the error of the last attempt; "" if it did not fail."""
         try:
             facts = parse_json(self.failure_path.read_bytes())
         except FileNotFoundError:
             return ""
-        return str(facts["error"]) if facts else "an error that cannot be read"
+        return str(facts["error"]) if facts else f"unknown: {self.failure_path} is damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """A plan as it is stored.
+    """Content of a plan's file.
 
     Attributes:
         path: the plan's file.
-        config: options of all units, with the output prefix of the whole.
+        config: options of all units, with the output prefix of the joined dataset.
         tokenizer: type and files of the tokenizer.
         tokenizer_sha256: hash of the tokenizer that the plan was made with.
         engine: name of the engine that the plan was made with.
@@ -156,7 +157,7 @@ class PlanStatus:
         num_units: units of the plan.
         num_bytes: stored bytes of all inputs.
         done: numbers of the units that are complete.
-        running: who writes each unit that is being written, by number.
+        running: worker of each unit that is being written, by number.
         failed: error of each unit that failed, by number.
         waiting: numbers of all other units.
         left_bytes: stored bytes of the units that are not done.
@@ -178,10 +179,10 @@ def make_plan(
 ) -> WorkPlan:
     """List the inputs, divide them into units and write ``<output-prefix>.plan.json``.
 
-    The same command again writes nothing.
+    If the plan exists already, nothing is written.
 
     Args:
-        config: inputs, output prefix and options, which hold for all units.
+        config: inputs, output prefix and options of all units.
         tokenizer_config: the tokenizer.
         unit_bytes: stored bytes of a unit. A larger file that ``divide`` cannot cut is one
             unit.
@@ -190,11 +191,11 @@ def make_plan(
         ValueError: if options of workers or of ``--partitions`` are given, or another plan has
             this output prefix and ``overwrite`` is off; and as ``preprocess`` does.
     """
-    given = options_given(config, _OF_WORKERS)
-    if given:
+    worker_options = changed_options(config, _WORKER_OPTIONS)
+    if worker_options:
         raise ValueError(
-            f"{' and '.join(given)}: not an option of a plan. Units are cut by --unit-size, "
-            "and --workers belongs to preprocess --plan."
+            f"{' and '.join(worker_options)}: not an option of a plan. --unit-size sets the "
+            "size of units, and --workers belongs to preprocess --plan."
         )
     corpus = find_corpus(config)
     tools = build_tools(config, tokenizer_config)
@@ -213,9 +214,9 @@ def make_plan(
     units = []
     for number, part in enumerate(parts):
         corpus_hash = part.part.corpus if part.part else ""
-        of_unit = replace(part, part=Part(number, len(parts), corpus_hash))
-        work = work_hash(frozen, of_unit, tools)
-        units.append(Unit(_unit_config(frozen, number), of_unit, work))
+        unit_corpus = replace(part, part=Part(number, len(parts), corpus_hash))
+        work = work_hash(frozen, unit_corpus, tools)
+        units.append(Unit(_unit_config(frozen, number), unit_corpus, work))
     plan = replace(plan, units=units)
     make_folder(plan.path.parent, f"--output-prefix {config.output_prefix}")
     facts = _facts(plan, corpus)
@@ -226,34 +227,33 @@ def make_plan(
                 return plan
             if not config.overwrite:
                 raise ValueError(
-                    f"{plan.address} exists, and is of other inputs or options: choose another "
-                    "--output-prefix, or give --overwrite to replace the plan and, unit by "
-                    "unit, what was written by it."
+                    f"{plan.address} exists for other inputs or options: choose another "
+                    "--output-prefix, or give --overwrite to replace the plan and its units."
                 )
         replace_json(plan.path, facts)
     return plan
 
 
 def read_plan(path: str | Path) -> WorkPlan:
-    """Read a plan; its outputs lie beside it, wherever the plan was moved to.
+    """Read a plan; its outputs are in the plan's folder, also if the folder was moved.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not named as a plan.
-        CorruptDatasetError: if it is damaged or of a later version.
+        CorruptDatasetError: if the file is damaged or of a later version.
     """
     path = as_path(path)
     if not path.name.endswith(SUFFIX):
         raise ValueError(f"--plan {path}: give <output-prefix>{SUFFIX} of mcore-data plan.")
     if not path.is_file():
-        raise FileNotFoundError(f"--plan {path} does not exist: mcore-data plan makes it.")
+        raise FileNotFoundError(f"--plan {path} does not exist: make it with mcore-data plan.")
     facts = parse_json(path.read_bytes())
     if facts is None or facts["format"] != _FORMAT:
         raise CorruptDatasetError(
-            f"{path} is damaged or of a later version. Give the command that made it again, "
-            "with --overwrite; units of the same work stay."
+            f"{path} is damaged or of a later version. Repeat its mcore-data plan command with "
+            "--overwrite; finished units of the same inputs and options are kept."
         )
-    inputs = [InputSource(*one) for one in facts["inputs"]]
+    inputs = [InputSource(*fields) for fields in facts["inputs"]]
     settings = {name: _from_json(value) for name, value in facts["settings"].items()}
     config = PreprocessConfig(
         input=tuple(source.path for source in inputs),
@@ -285,13 +285,13 @@ def build_plan_tools(plan: WorkPlan) -> Tools:
     """Build the tokenizer and engine of a plan.
 
     Raises:
-        ValueError: if they are not those that the plan was made with; and as ``preprocess``.
+        ValueError: if tokenizer or engine differ from those of the plan; and as ``preprocess``.
     """
     tools = build_tools(plan.config, plan.tokenizer)
     if tools.tokenizer.fingerprint() != plan.tokenizer_sha256:
         raise ValueError(
-            f"{plan.address}: the files of the tokenizer changed since the plan was made. Put "
-            "the old ones back, or make a plan with another --output-prefix."
+            f"{plan.address}: the files of the tokenizer changed since the plan was made. "
+            "Restore them, or make a plan with another --output-prefix."
         )
     if tools.encoder.engine.name != plan.engine:
         raise ValueError(
@@ -301,21 +301,21 @@ def build_plan_tools(plan: WorkPlan) -> Tools:
     unit = plan.units[0]
     if work_hash(unit.config, unit.corpus, tools) != unit.work:
         raise ValueError(
-            f"{plan.address}: this version of mcore-data, or of what splits sentences, gives "
-            "other units than the one that made the plan. Use one version on all machines."
+            f"{plan.address}: the plan was made with another version of mcore-data or of NLTK, "
+            "which would write other units. Use one version on all machines."
         )
     return tools
 
 
 def status_of(plan: WorkPlan) -> PlanStatus:
-    """Look at the files of all units."""
+    """Determine the state of all units from the files in the plan's folder."""
     names = list_names(plan)
     done: list[int] = []
     waiting: list[int] = []
     running: dict[int, str] = {}
     failed: dict[int, str] = {}
     complete = [unit for unit in plan.units if has_manifests(unit, names)]
-    with ThreadPoolExecutor(_READERS) as pool:  # a request each in a store
+    with ThreadPoolExecutor(_READERS) as pool:  # in a store each check is a request
         numbers = [unit.number for unit in complete]
         are_done = dict(zip(numbers, pool.map(Unit.is_done, complete), strict=True))
     for unit in plan.units:
@@ -351,11 +351,11 @@ def merge_plan(
     scratch_path: str | Path = "",
     workers: int = 1,
 ) -> dict[str, IndexedDataset]:
-    """Join the units into one dataset for each key; a logical one unless ``physical``.
+    """Join the units into one dataset for each key: a logical dataset unless ``physical``.
 
     Args:
         plan: a plan whose units are all done.
-        physical: write one pair; not in an object store.
+        physical: write one pair; not possible in an object store.
         overwrite: replace a dataset that was joined from other files.
         scratch_path: local folder for small files, if the plan is in an object store.
         workers: with ``physical``, threads that copy.
@@ -377,8 +377,8 @@ def merge_plan(
     if is_remote(plan.config.output_prefix):
         if physical:
             raise ValueError(
-                "--physical writes one pair on a disk. In an object store leave it out: "
-                "training reads the logical dataset."
+                "--physical writes one pair to a local disk, and the plan is in an object "
+                "store: leave it out, training reads the logical dataset."
             )
         return _merge_in_store(plan, scratch_folder(plan.config.output_prefix, scratch_path))
     return {
@@ -394,7 +394,7 @@ def merge_plan(
 
 
 def _merge_in_store(plan: WorkPlan, scratch: Path) -> dict[str, IndexedDataset]:
-    """Join units in an object store: all but the ``.bin`` files are copied, and then joined."""
+    """Join units in an object store, from local copies of all files but the ``.bin`` files."""
     assert isinstance(plan.folder, StorePath)
     sizes = plan.folder.list_sizes()
     units = scratch / plan.folder.name
@@ -414,8 +414,9 @@ def _merge_in_store(plan: WorkPlan, scratch: Path) -> dict[str, IndexedDataset]:
             actual = {name: sizes.get(name) for name in expected}
             if actual != expected:
                 raise CorruptDatasetError(
-                    f"{plan.address}: {actual} bytes, and the manifest of {pair.name} lists "
-                    f"{expected}. Remove that manifest, and write the unit again."
+                    f"{plan.address}: the files have {actual} bytes, and the manifest of "
+                    f"{pair.name} lists {expected}. Remove this manifest and write the unit "
+                    "again."
                 )
         local = scratch / prefix.name
         merge_pairs(pairs, local, overwrite=True, logical=True, bins_elsewhere=True)
@@ -424,10 +425,10 @@ def _merge_in_store(plan: WorkPlan, scratch: Path) -> dict[str, IndexedDataset]:
     return datasets
 
 
-def options_given(
+def changed_options(
     config: PreprocessConfig | TokenizerConfig, names: Iterable[str]
 ) -> list[str]:
-    """Flags of those of some options that differ from their defaults."""
+    """Return the flags of the options in ``names`` that differ from their defaults."""
     defaults = {each.name: each.default for each in fields(config)}
     return [
         f"--{name.replace('_', '-')}"
@@ -437,25 +438,25 @@ def options_given(
 
 
 def list_names(plan: WorkPlan) -> set[str]:
-    """Names in the folder of the units; none before the first worker."""
+    """Return the names of all files in the units' folder; none before the first worker."""
     if isinstance(plan.folder, StorePath):
         return set(plan.folder.list_sizes())
     return set(os.listdir(plan.folder)) if plan.folder.is_dir() else set()
 
 
 def has_manifests(unit: Unit, names: set[str]) -> bool:
-    """Whether a unit has all its manifests, by the names in its folder."""
+    """Whether ``names`` includes all manifests of a unit."""
     return all(path.name in names for path in unit.manifest_paths)
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who holds a lock file; None if it does not exist."""
-    found = lock_at(path).read()
-    return found[0] if found else None
+    """Return the holder of a lock file; None if the file does not exist."""
+    content = lock_at(path).read()
+    return content[0] if content else None
 
 
 def describe_status(plan: WorkPlan, status: PlanStatus) -> Iterator[str]:
-    """Yield lines on the state of a plan, for people."""
+    """Format the state of a plan as lines."""
     yield f"{plan.address}: {status.num_units} units, {status.num_bytes:,} bytes"
     yield f"  done: {len(status.done)}"
     yield f"  running: {len(status.running)}"
@@ -475,9 +476,9 @@ def describe_status(plan: WorkPlan, status: PlanStatus) -> Iterator[str]:
 
 
 def _rate(done: Sequence[Unit]) -> float:
-    """Bytes per second over the last finished units, by the times of their manifests.
+    """Return the bytes per second of the last finished units, by their manifests' times.
 
-    All times are of one clock, the file server's. The first unit only marks the start.
+    All times come from the clock of the file server. The first unit only marks the start.
     """
     finished = sorted(
         (max(map(_modified_s, unit.manifest_paths)), unit.num_bytes) for unit in done
@@ -491,7 +492,7 @@ def _modified_s(path: Path) -> float:
 
 
 def _facts(plan: WorkPlan, corpus: Corpus) -> dict[str, Any]:
-    """The content of the plan's file, in types of JSON."""
+    """Return the content of the plan's file as JSON types."""
     index = {source.path: number for number, source in enumerate(corpus.sources)}
     first = plan.units[0].corpus.part
     return {
@@ -499,7 +500,7 @@ def _facts(plan: WorkPlan, corpus: Corpus) -> dict[str, Any]:
         "settings": {
             name: _to_json(value)
             for name, value in asdict(plan.config).items()
-            if name not in _OF_COMMANDS
+            if name not in _COMMAND_OPTIONS
         },
         "tokenizer_settings": {
             name: _to_json(value) for name, value in asdict(plan.tokenizer).items()
@@ -528,7 +529,7 @@ def _unit_config(config: PreprocessConfig, number: int) -> PreprocessConfig:
 
 
 def _splitter_kind(tools: Tools, config: PreprocessConfig) -> Any:
-    """The splitter that ``auto`` chose; else the option as it is."""
+    """Return the splitter that ``auto`` chose, or the option itself if it is not ``auto``."""
     if tools.splitter is None or config.sentence_splitter != "auto":
         return config.sentence_splitter
     return "rules" if tools.splitter.name.startswith("rules") else "punkt"

@@ -1,10 +1,10 @@
 """Worker processes that encode blocks; results are returned in the order of the blocks.
 
-Each worker is sent its next block before it has finished the current one, so that it does not
-wait while the main process writes. Tokens are returned in anonymous shared memory that is
-mapped before the fork, so that no file stays if a process is killed; the rest of a result is
-small and is sent through a pipe. If processes cannot be forked, or a result is larger than its
-slot of shared memory, the tokens are sent through the pipe too.
+Each worker gets its next block before it has finished the current one, so that it does not wait
+while the main process writes. Tokens are returned in anonymous shared memory that is mapped
+before the fork, so that no file remains if a process is killed; the rest of a result is small
+and is sent through a pipe. If processes cannot be forked, or a result is larger than its slot
+of shared memory, the tokens are sent through the pipe too.
 """
 
 import signal
@@ -51,10 +51,10 @@ def encode_all(
     block_bytes: int,
     start_method: str = START_METHOD,
 ) -> Generator[tuple[Task, EncodedBlock], None, None]:
-    """Encode blocks in worker processes; yields results in the order of the blocks.
+    """Encode blocks in worker processes; yield results in the order of the blocks.
 
     At most four blocks for each worker are in memory. The tokens of a result are valid until
-    the next result is taken.
+    the next result is requested.
 
     Args:
         encoder: encodes the blocks; inherited by the fork, or pickled.
@@ -65,7 +65,7 @@ def encode_all(
 
     Raises:
         RuntimeError: if a worker died.
-        Exception: an exception of a worker, instead of its block's result.
+        Exception: the exception of a worker, when the result of its block is due.
     """
     if num_workers == 1:
         for task in tasks:
@@ -83,13 +83,13 @@ def encode_all(
             worker.process.join()
 
 
-def most_workers(num_cores: int) -> int:
-    """Upper limit of workers: four a core, since some wait for files, and at least eight."""
+def max_workers(num_cores: int) -> int:
+    """Return the limit of workers: four per core, since some wait for files, at least eight."""
     return max(8, 4 * num_cores)
 
 
-def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a daemon process, which ends with this one, and return it."""
+def start_daemon(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Start and return a daemon process, which ends with this process."""
     process = context.Process(target=work, args=arguments, daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns of forks in a process with threads; the child runs only ``work``.
@@ -104,17 +104,18 @@ def _schedule(
     """Send tasks to all workers, and yield the results in the order of the tasks."""
     waiting: deque[tuple[Task, _Worker, int]] = deque()
     done: dict[tuple[int, int], Any] = {}  # by number of the worker and of its slot
-    place = {id(worker): number for number, worker in enumerate(workers)}
+    worker_numbers = {id(worker): number for number, worker in enumerate(workers)}
     task: Task | None = None
-    more = True
+    has_tasks = True
     while True:
-        while more and any(map(_takes, workers)):
+        # Send tasks while a worker can accept one, to the worker with the fewest blocks.
+        while has_tasks and any(map(_can_accept, workers)):
             task = task or next(tasks, None)
-            more = task is not None
-            takers = [worker for worker in workers if _takes(worker, task)]
-            if not task or not takers:
+            has_tasks = task is not None
+            ready = [worker for worker in workers if _can_accept(worker, task)]
+            if not task or not ready:
                 break
-            worker = min(takers, key=lambda one: one.num_blocks)
+            worker = min(ready, key=lambda worker: worker.num_blocks)
             slot = worker.free.popleft()
             _send(worker, (slot, task[1]))
             worker.num_blocks += 1
@@ -122,13 +123,14 @@ def _schedule(
             task = None
         if not waiting:
             return
+        # Receive all finished results; wait for one only if the next in order is missing.
         head, worker, slot = waiting[0]
-        first = (place[id(worker)], slot)
+        first = (worker_numbers[id(worker)], slot)
         busy = {other.pipe: other for other in workers if other.num_blocks}
         for pipe in wait(list(busy), 0 if first in done else None):
             other = busy[pipe]  # pyrefly: ignore
             number, answer = _receive(other)
-            done[place[id(other)], number] = answer
+            done[worker_numbers[id(other)], number] = answer
             other.num_blocks -= 1
         if first in done:
             waiting.popleft()
@@ -139,15 +141,15 @@ def _schedule(
             worker.free.append(slot)
 
 
-def _takes(worker: _Worker, task: Task | None = None) -> bool:
-    """Whether a worker can be sent a task now.
+def _can_accept(worker: _Worker, task: Task | None = None) -> bool:
+    """Whether a task can be sent to a worker without a deadlock.
 
-    A task that carries its bytes may fill the pipe, and then sending waits until the worker
+    A task that holds its bytes may fill the pipe, and then sending waits until the worker
     reads. If the worker were sending a result at the same time, both would wait forever, so
     such a task is sent to an idle worker only.
     """
-    carries = task is not None and task[1].data is not None
-    return bool(worker.free) and worker.num_blocks < (1 if carries else _AHEAD)
+    holds_bytes = task is not None and task[1].data is not None
+    return bool(worker.free) and worker.num_blocks < (1 if holds_bytes else _AHEAD)
 
 
 def _start(
@@ -156,22 +158,23 @@ def _start(
     context = get_context(start_method)
     workers: list[_Worker] = []
     for _ in range(num_workers):
-        ours, theirs = context.Pipe()
+        parent_pipe, child_pipe = context.Pipe()
         slots = [mmap(-1, slot_bytes) for _ in range(_SLOTS)] if slot_bytes else []
-        # A forked child inherits the pipes of the other workers. It closes them, since a pipe
-        # that is open in a worker does not end when the parent dies.
-        inherited = [worker.pipe for worker in workers] + [ours] if slot_bytes else []
-        process = started(context, _work, (encoder, theirs, slots, inherited))
-        theirs.close()
-        workers.append(_Worker(process, ours, slots))
+        # A forked child inherits the parent's ends of all pipes. It closes them, since a
+        # worker gets no end of file at the parent's death while another process has the
+        # parent's end open.
+        inherited = [worker.pipe for worker in workers] + [parent_pipe] if slot_bytes else []
+        process = start_daemon(context, _work, (encoder, child_pipe, slots, inherited))
+        child_pipe.close()
+        workers.append(_Worker(process, parent_pipe, slots))
     return workers
 
 
 def _work(
     encoder: Encoder, pipe: Connection, slots: list[mmap], inherited: list[Connection]
 ) -> None:
-    """Encode the blocks that arrive until the parent ends; runs in a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its workers
+    """Encode received blocks until the parent ends; runs in a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends its workers
     for other in inherited:
         other.close()
     while True:
@@ -194,18 +197,18 @@ def _work(
 
 def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
     """Move tokens to the slot while they fit; ``_with_tokens`` finds them by their lengths."""
-    at = 0
+    offset = 0
     keys = {}
     for key, part in result.keys.items():
         size = part.tokens.nbytes
-        if at + size > len(slot):
+        if offset + size > len(slot):
             keys[key] = part
             continue
         if size:
-            np.frombuffer(slot, np.uint8, size, at)[:] = part.tokens.view(np.uint8)
+            np.frombuffer(slot, np.uint8, size, offset)[:] = part.tokens.view(np.uint8)
         stub = np.empty(0, part.tokens.dtype)
         keys[key] = replace(part, tokens=stub)
-        at += size
+        offset += size
     return replace(result, keys=keys)
 
 
@@ -213,16 +216,16 @@ def _with_tokens(result: EncodedBlock, slot: mmap | None) -> EncodedBlock:
     """Return the block with the tokens that its worker wrote to the slot."""
     if slot is None:
         return result
-    at = 0
+    offset = 0
     keys = {}
     for key, part in result.keys.items():
         count = int(part.lengths.sum(dtype=np.int64))
         if count == len(part.tokens):
             keys[key] = part
             continue
-        tokens = np.frombuffer(slot, part.tokens.dtype, count, at)
+        tokens = np.frombuffer(slot, part.tokens.dtype, count, offset)
         keys[key] = replace(part, tokens=tokens)
-        at += tokens.nbytes
+        offset += tokens.nbytes
     return replace(result, keys=keys)
 
 
@@ -244,5 +247,5 @@ def _death(worker: _Worker) -> RuntimeError:
     worker.process.join(1)
     return RuntimeError(
         f"a worker process died (exit code {worker.process.exitcode}), most likely because "
-        "memory ran out. The same command continues the run; use fewer --workers."
+        "memory ran out. Repeat the command with fewer --workers to continue the run."
     )

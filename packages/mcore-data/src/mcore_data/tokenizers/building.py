@@ -1,8 +1,7 @@
-"""Text to token ids and back: one small protocol, and one function that opens any type.
+"""Opens tokenizers by folder, file or Megatron's ``--tokenizer-type``.
 
-Every tokenizer can ``save`` itself into a folder, so a checkpoint carries it, and
-``load_tokenizer`` opens such a folder, a Hugging Face folder, or one of Megatron's
-``--tokenizer-type`` names with its files. Nothing is ever downloaded.
+``load_tokenizer`` opens a folder that a tokenizer's ``save`` wrote (checkpoints hold one), a
+Hugging Face folder, or a type name with its files. Nothing is downloaded.
 """
 
 import json
@@ -41,7 +40,10 @@ def load_tokenizer(folder_or_type: str | Path, **options: Any) -> Tokenizer:
         plain: dict[str, Any] = {field: _plain(value) for field, value in options.items()}
         return build_tokenizer(TokenizerConfig(tokenizer_type=name, **plain))  # pyrefly: ignore
     if options:
-        raise ValueError(f"{', '.join(options)}: options of a type, and {name} is none.")
+        raise ValueError(
+            f"{', '.join(options)}: only tokenizer types take options, and {name} is a path. "
+            f"Types: {', '.join(TOKENIZER_TYPES)}."
+        )
     path = Path(name)
     if not path.exists():
         raise FileNotFoundError(
@@ -58,10 +60,10 @@ def _plain(value: Any) -> Any:
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that a config names; errors as ``load_tokenizer``."""
+    """Build the tokenizer that a config names; raises the errors of ``load_tokenizer``."""
     kind = config.tokenizer_type
     if kind == "HuggingFaceTokenizer":
-        config = _as_files_say(config)
+        config = _with_detected_type(config)
         kind = config.tokenizer_type
     if kind in WITHOUT_FILES:
         return _build_plain(config)
@@ -78,8 +80,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     )
 
 
-def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
-    """The type of the given files, where the default type stands beside files of another.
+def _with_detected_type(config: TokenizerConfig) -> TokenizerConfig:
+    """Replace the default type if the given files are of another type.
 
     Raises:
         ValueError: if the file holds mergeable ranks, whose pattern the user must give.
@@ -110,27 +112,27 @@ def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
     if _RANKS_START.match(start):
         raise ValueError(
             f"--tokenizer-model {file} holds mergeable ranks. Use --tokenizer-type "
-            "TikTokenizer (of Llama 3: with --tiktoken-pattern gpt4 and "
+            "TikTokenizer (for Llama 3 with --tiktoken-pattern gpt4 and "
             "--tiktoken-num-special-tokens 0)."
         )
     return config
 
 
-def how_to_end_documents(config: TokenizerConfig) -> str:
-    """What gives a tokenizer that has none an end of document, as advice to users."""
+def eod_advice(config: TokenizerConfig) -> str:
+    """Return advice for an error message: how to give a tokenizer an end-of-document token."""
     kind = config.tokenizer_type
     if kind == "TikTokenizer":
         return (
-            "Name it by --tokenizer-special-tokens; of Llama 3: --tokenizer-special-tokens "
+            "Name it by --tokenizer-special-tokens; for Llama 3: --tokenizer-special-tokens "
             "'<|begin_of_text|>' '<|end_of_text|>'."
         )
     if kind == "GPT2BPETokenizer":
         return "Add it by --tokenizer-special-tokens '<|endoftext|>'."
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        return "The model was trained without one (eos_id): use a model that has it."
+        return "The model was trained without eos_id: use a model that has it."
     if kind.startswith("Bert"):
-        return "Its vocab.txt must hold [SEP]."
-    return "Name it as eos_token in the tokenizer_config.json beside it."
+        return "The vocab.txt must hold [SEP]."
+    return "Name it as eos_token in the tokenizer_config.json of the same folder."
 
 
 def _build_plain(config: TokenizerConfig) -> Tokenizer:
@@ -140,7 +142,7 @@ def _build_plain(config: TokenizerConfig) -> Tokenizer:
         if getattr(config, field):
             raise ValueError(
                 f"--{field.replace('_', '-')} has no effect on a {config.tokenizer_type}, "
-                "which reads no file and takes no further tokens: leave it out."
+                "which reads no files and has no added tokens: leave it out."
             )
     if config.tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
@@ -197,7 +199,7 @@ def _build_hf(config: TokenizerConfig) -> Tokenizer:
 
 
 def _detect(path: Path) -> TokenizerConfig:
-    """Say what a folder or file holds."""
+    """Detect the type of a tokenizer folder or file; return its config."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (folder / MARKER).is_file():
         fields = json.loads((folder / MARKER).read_text())
@@ -221,16 +223,16 @@ def _detect(path: Path) -> TokenizerConfig:
             tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "vocab.txt")
         )
     raise FileNotFoundError(
-        f"{path} holds no tokenizer: none of {MARKER}, tokenizer.json, vocab.json with "
-        "merges.txt, tokenizer.model, vocab.txt is there."
+        f"{path} holds no tokenizer: it has none of {MARKER}, tokenizer.json, vocab.json with "
+        "merges.txt, tokenizer.model, vocab.txt."
     )
 
 
 def _extra_tokens(config: TokenizerConfig) -> list[str]:
-    """Special tokens to add, each once: the named ones, then the sentinels."""
+    """Return the special tokens to add, each once: the named tokens, then the sentinels."""
     count = config.vocab_extra_ids
     if count == 0 and config.tokenizer_type == "BertWordPieceCase":
-        count = 100  # Megatron's cased type is the one that T5 is trained with
+        count = 100  # Megatron trains T5 with its cased type
     sentinels = [f"<extra_id_{i}>" for i in range(count)]
     return list(dict.fromkeys([*config.tokenizer_special_tokens, *sentinels]))
 

@@ -1,8 +1,7 @@
 """Tokenizers of the ``tokenizers`` library: HF folders, GPT-2 BPE, BERT word pieces.
 
-All of them become one ``tokenizer.json`` with a ``tokenizer_config.json`` beside it, which
-is also how they are saved: the folder opens in ``transformers`` as it stands. Truncation
-and padding of a ``tokenizer.json`` are switched off.
+Each is saved as a ``tokenizer.json`` and a ``tokenizer_config.json``, a folder that
+``transformers`` opens. Truncation and padding of a ``tokenizer.json`` are switched off.
 """
 
 import hashlib
@@ -28,9 +27,9 @@ class HFTokenizer:
 
     Args:
         core: the tokenizer; truncation and padding are switched off in place.
-        config: content of ``tokenizer_config.json``: which token plays which role, chat
-            template and what else Hugging Face keeps there. A missing ``eos_token`` is
-            taken from the usual names if the vocabulary has one of them.
+        config: content of ``tokenizer_config.json``: the token of each role, the chat template
+            and other fields. A missing ``eos_token`` is replaced by the first usual name that
+            the vocabulary has.
     """
 
     def __init__(
@@ -51,46 +50,46 @@ class HFTokenizer:
 
     @cached_property
     def text(self) -> str:
-        """The tokenizer as ``tokenizer.json`` holds it."""
+        """Content of ``tokenizer.json``."""
         return self.core.to_str()
 
     @property
     def special_names(self) -> list[str]:
-        """Tokens that are found in a text before it is split, by id."""
+        """Names of the added tokens, which are found in a text before it is split, by id."""
         return [
             token.content for _, token in sorted(self.core.get_added_tokens_decoder().items())
         ]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become their ids.
+        """Return the ids of a text; special tokens in the text become their ids.
 
         Raises:
-            ValueError: for a text that is no Unicode, as of a command line in another coding.
+            ValueError: if the text is not valid Unicode, such as an argument in another coding.
         """
         try:
             return self.core.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise ValueError(f"{text[:40]!r} is no text in UTF-8.") from None
+            raise ValueError(f"{text[:40]!r} is not a text in UTF-8.") from None
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of many texts, on as many threads as TOKENIZERS_PARALLELISM allows."""
+        """Return the ids of many texts; TOKENIZERS_PARALLELISM sets the number of threads."""
         encodings = self.core.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self.core.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """Id of one token by its name."""
+        """Return the id of one token by its name."""
         return self.core.token_to_id(token)
 
     def fingerprint(self) -> str:
-        """Hash of the serialised tokenizer and the roles."""
+        """Return a hash of the serialised tokenizer and the roles."""
         roles = json.dumps([self.eod, self.bos, self.pad])
         return hashlib.sha256((self.text + roles).encode()).hexdigest()
 
@@ -115,7 +114,7 @@ def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> H
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is no tokenizer, or the files beside it ask for other ids.
+        ValueError: if the file is not a tokenizer, or the folder's other files contradict it.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -127,7 +126,7 @@ def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> H
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
-        raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+        raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
     add_declared_tokens(core, file.parent)
     core.add_special_tokens(list(special_tokens))
     return HFTokenizer(core, _read_roles(file.parent))
@@ -136,12 +135,13 @@ def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> H
 def build_gpt2_bpe(
     vocab_file: str | Path, merge_file: str | Path, special_tokens: Sequence[str] = ()
 ) -> HFTokenizer:
-    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``."""
+    """Build GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``."""
     try:
         model = models.BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:
         raise ValueError(
-            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not BPE: {error}"
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a BPE model: "
+            f"{error}"
         ) from error
     core = tokenizers.Tokenizer(model)
     set_byte_level(core)
@@ -153,17 +153,24 @@ def build_gpt2_bpe(
 def build_bert_wordpiece(
     vocab_file: str | Path, *, lower_case: bool, special_tokens: Sequence[str] = ()
 ) -> HFTokenizer:
-    """BERT's word pieces from ``vocab.txt``, one token a line; adds no [CLS] or [SEP]."""
+    """Build BERT's WordPiece tokenizer from ``vocab.txt``; texts get no [CLS] or [SEP].
+
+    Each line of the file is a token.
+    """
     lines = Path(vocab_file).read_text(encoding="utf-8").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line.rstrip("\r")}
     if "[UNK]" not in vocab:
-        raise ValueError(f"--vocab-file {vocab_file} has no [UNK]: it is no BERT vocabulary.")
+        raise ValueError(
+            f"--vocab-file {vocab_file} has no [UNK]: it is not a BERT vocabulary."
+        )
     core = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
-    bert = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in vocab]
-    core.add_special_tokens([*bert, *special_tokens])
+    special_names = [
+        name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in vocab
+    ]
+    core.add_special_tokens([*special_names, *special_tokens])
     roles = {
         "bos_token": "[CLS]",
         "eos_token": "[SEP]",
@@ -177,20 +184,20 @@ def build_bert_wordpiece(
 
 
 def set_byte_level(core: tokenizers.Tokenizer) -> None:
-    """Give a BPE model GPT-2's byte-level splitting and decoding, in place."""
+    """Set GPT-2's byte-level splitting and decoding on a BPE tokenizer, in place."""
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
 
 
 def byte_letters() -> list[str]:
-    """For each byte the printable letter that byte-level vocabularies write (GPT-2's table)."""
+    """Return the printable letter of each byte in byte-level vocabularies (GPT-2's table)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = count(256)
     return [chr(byte if byte in plain else next(moved)) for byte in range(256)]
 
 
 def _read_roles(folder: Path) -> dict[str, Any]:
-    """Merge what a Hugging Face folder says about special tokens and chat."""
+    """Return the config of a Hugging Face folder, with the chat template of its own file."""
     config = read_config(folder)
     template = folder / "chat_template.jinja"
     if template.is_file():
@@ -202,7 +209,7 @@ def _read_roles(folder: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Name of a token that is given as text or as a description of an added token."""
+    """Return the name of a token that is given as text or as the fields of an added token."""
     if isinstance(token, Mapping):
         return token.get("content")
     return token if isinstance(token, str) else None

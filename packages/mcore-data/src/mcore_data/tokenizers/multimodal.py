@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer for texts among images: a token for an image, and tags around it.
+"""A Hugging Face tokenizer for texts with images: one token for an image, and tags around it.
 
-Only text is encoded here. An image is the token ``<image>``, in whose place a model with
-vision puts what it sees; how a chat is written is its template's business (see ``chat.py``).
+Only text is encoded here. An image is the token ``<image>``, which a vision model replaces by
+its image embeddings. The chat template writes the text of a chat (``chat.py``).
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from mcore_data.tokenizers.protocol import MARKER
 
 IMAGE = "<image>"
 TAGS = {"": ("", ""), "nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
-"""What stands before and behind ``<image>``, by Megatron's ``--image-tag-type``."""
+"""Texts before and after ``<image>``, by Megatron's ``--image-tag-type``."""
 
 
 class MultimodalTokenizer(HFTokenizer):
-    """An ``HFTokenizer`` that puts tags around each ``<image>`` before it encodes.
+    """An ``HFTokenizer`` that inserts tags around each ``<image>`` before encoding.
 
-    Tags are text like any other unless they are special tokens too.
+    Tags are ordinary text unless they are also special tokens.
 
     Args:
         core: the tokenizer.
-        config: as of ``HFTokenizer``.
-        special_tokens: those that were added to it, for ``save``.
+        config: as in ``HFTokenizer``.
+        special_tokens: special tokens that were added to ``core``, for ``save``.
         image_tag_type: a key of ``TAGS``.
     """
 
@@ -48,32 +48,32 @@ class MultimodalTokenizer(HFTokenizer):
     def open(
         cls, path: str | Path, special_tokens: Sequence[str], image_tag_type: str
     ) -> "MultimodalTokenizer":
-        """Open a Hugging Face folder or ``tokenizer.json``; errors as ``open_hf_tokenizer``."""
+        """Open a folder or file as ``open_hf_tokenizer`` does, with its errors."""
         plain = open_hf_tokenizer(path, special_tokens)
         if image_tag_type and plain.token_id(IMAGE) is None:
             raise ValueError(
-                f"--image-tag-type {image_tag_type} needs the token {IMAGE}: give it among "
+                f"--image-tag-type {image_tag_type} needs the token {IMAGE}: add it to "
                 "--tokenizer-special-tokens."
             )
         return cls(plain.core, plain.config, special_tokens, image_tag_type)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with tags around its images."""
+        """Return the ids of a text, with tags around its images."""
         return super().encode(self._tag(text), add_special_tokens=add_special_tokens)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of many texts, with tags around their images."""
+        """Return the ids of many texts, with tags around their images."""
         tagged = list(map(self._tag, texts))
         return super().encode_batch(tagged, add_special_tokens=add_special_tokens)
 
     def fingerprint(self) -> str:
-        """Hash of the tokenizer and the tags."""
+        """Return a hash of the tokenizer and the tags."""
         return hashlib.sha256((super().fingerprint() + self._tagged).encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """Write what ``HFTokenizer.save`` writes, and which tags there are."""
+        """Write the files of ``HFTokenizer.save`` and the type of the tags."""
         super().save(folder)
         fields = {
             "tokenizer_type": "MultimodalTokenizer",

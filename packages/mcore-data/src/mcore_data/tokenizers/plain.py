@@ -1,4 +1,4 @@
-"""Tokenizers without a vocabulary file: numbers as they stand, and UTF-8 bytes."""
+"""Tokenizers without a vocabulary file: texts of numbers, and UTF-8 bytes."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from mcore_data.tokenizers.protocol import MARKER
 
 
 class NullTokenizer:
-    """Text that already is token ids, separated by blanks: ``"12 7 99"``.
+    """Tokenizer of texts that are token ids separated by blanks, such as ``"12 7 99"``.
 
     Args:
-        num_ids: ids run from 0 to num_ids - 1; the end of a document is ``num_ids``
-            itself, so ``vocab_size`` is one more, as Megatron has it.
+        num_ids: ids run from 0 to num_ids - 1. The end-of-document id is ``num_ids``, so
+            ``vocab_size`` is one more, as in Megatron.
     """
 
     bos = None
@@ -24,7 +24,7 @@ class NullTokenizer:
         self.vocab_size = num_ids + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids that the text spells."""
+        """Return the numbers of a text."""
         del add_special_tokens
         try:
             ids = [int(word) for word in text.split()]
@@ -32,26 +32,27 @@ class NullTokenizer:
             raise ValueError(f"NullTokenizer reads numbers only, not {text[:60]!r}.") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(
-                f"ids {min(ids)} to {max(ids)} leave the vocabulary 0 to {self.vocab_size - 1}."
+                f"ids {min(ids)} to {max(ids)} exceed the vocabulary 0 to "
+                f"{self.vocab_size - 1}: raise --vocab-size."
             )
         return ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of many texts."""
+        """Return the numbers of many texts."""
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The numbers, separated by blanks."""
+        """Return the numbers, separated by blanks."""
         return " ".join(str(i) for i in ids if not (skip_special_tokens and i == self.eod))
 
     def token_id(self, token: str) -> int | None:
-        """The number itself, if it is one."""
+        """Return the number that ``token`` spells; None if it is not an id."""
         return int(token) if token.isdecimal() and int(token) < self.vocab_size else None
 
     def fingerprint(self) -> str:
-        """Hash of type and size."""
+        """Return a hash of type and size."""
         return hashlib.sha256(f"NullTokenizer {self.vocab_size}".encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
@@ -61,7 +62,7 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
+    """Tokenizer whose ids are the UTF-8 bytes 0 to 255, and 256 for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -69,33 +70,33 @@ class ByteTokenizer:
     pad = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Bytes of the text; a lone surrogate is refused as Python refuses it."""
+        """Return the bytes of a text; a lone surrogate raises ``UnicodeEncodeError``."""
         del add_special_tokens
         return list(text.encode())
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Bytes of many texts."""
+        """Return the bytes of many texts."""
         del add_special_tokens
         return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of the bytes; broken UTF-8 becomes replacement characters."""
+        """Return the text of the bytes; invalid UTF-8 becomes replacement characters."""
         del skip_special_tokens
         return bytes(i for i in ids if i < self.eod).decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """The byte of a one-byte token."""
+        """Return the byte of a one-byte token; None for other tokens."""
         data = token.encode()
         return data[0] if len(data) == 1 else None
 
     def token_bytes(self) -> list[bytes | None]:
-        """Return what each id stands for; None: no text."""
+        """Return the bytes of each id; None for an id without text."""
         return [*(bytes([i]) for i in range(256)), None]
 
     def fingerprint(self) -> str:
-        """Hash of the type."""
+        """Return a hash of the type."""
         return hashlib.sha256(b"ByteTokenizer").hexdigest()
 
     def save(self, folder: str | Path) -> None:

@@ -1,49 +1,54 @@
-"""What a tokenizer is: text to token ids and back, and files to keep it in."""
+"""The protocol of tokenizers: encode, decode, and save to a folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 MARKER = "mcore_tokenizer.json"
-"""File in a saved folder that names type and options, where no file of others does."""
+"""File in a saved folder with type and options, for types whose own files do not hold them."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the house needs of a tokenizer."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to vocab_size - 1."""
+        """Number of ids, which run from 0 to vocab_size - 1."""
 
     @property
     def eod(self) -> int | None:
-        """Id that ends a document."""
+        """End-of-document id, if any."""
 
     @property
     def bos(self) -> int | None:
-        """Id that starts a sequence."""
+        """Beginning-of-sequence id, if any."""
 
     @property
     def pad(self) -> int | None:
-        """Id that fills short sequences."""
+        """Padding id, if any."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
+        """Return the ids of a text, with the ids that the tokenizer adds around a text.
+
+        Args:
+            text: any text.
+            add_special_tokens: False leaves the added ids out.
+        """
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of many texts."""
+        """Return the ids of many texts, each as ``encode``."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
 
     def token_id(self, token: str) -> int | None:
-        """Id of one token by its name, None if there is none."""
+        """Return the id of one token by its name; None if the tokenizer does not have it."""
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides which ids a text gets."""
+        """Return a hash of everything that determines the ids of a text."""
 
     def save(self, folder: str | Path) -> None:
         """Write files from which ``load_tokenizer(folder)`` builds an equal tokenizer."""

@@ -1,8 +1,8 @@
-"""Tokenizers of tiktoken's kind: a file of mergeable byte strings by rank.
+"""Builds tokenizers from tiktoken's files of mergeable byte strings by rank.
 
-The file is Megatron's JSON (a list of rank and ``token_bytes``) or lines of a byte string
-in base64 and its rank, as OpenAI and Llama 3 publish theirs. It becomes an ``HFTokenizer``,
-which saves as ``tokenizer.json``.
+The file is Megatron's JSON (a list of rank and ``token_bytes``), or has lines of a byte string
+in base64 and its rank, as the files of OpenAI and Llama 3. The result is an ``HFTokenizer``,
+which is saved as ``tokenizer.json``.
 """
 
 import json
@@ -32,7 +32,7 @@ PATTERNS = {
     "gpt4": rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|"
     rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
 }
-"""Regular expressions whose matches are encoded one by one."""
+"""Regular expressions that split a text; each match is encoded separately."""
 
 
 def build_tiktoken(
@@ -45,42 +45,46 @@ def build_tiktoken(
 ) -> HFTokenizer:
     """Build a tokenizer from mergeable ranks.
 
-    Ids are ``num_special_tokens`` special ones first, then the ranks, then
-    ``special_tokens``. As everywhere here, special tokens that a text spells out become
-    their ids.
+    The first ``num_special_tokens`` ids are special tokens, then follow the ranks, then
+    ``special_tokens``. Special tokens in a text become their ids.
 
     Args:
-        path: the ranks.
+        path: file of the ranks.
         pattern: how text is split, a key of ``PATTERNS``.
         num_special_tokens: special tokens before the ranks; 0 or at least 7.
-        vocab_size: ids in all without ``special_tokens``; ranks beyond are left out. 0 takes
-            all.
-        special_tokens: further ones behind.
+        vocab_size: number of ids without ``special_tokens``; higher ranks are left out. 0 uses
+            all ranks.
+        special_tokens: special tokens after the ranks.
 
     Raises:
-        ValueError: if the file holds no ranks from 0 on without a gap, or a count is off.
+        ValueError: if the ranks are not 0, 1, 2, ... without a gap, or a count does not fit.
     """
     if 0 < num_special_tokens < len(_FIRST_SPECIAL):
         raise ValueError(
             f"--tiktoken-num-special-tokens {num_special_tokens}: the first "
-            f"{len(_FIRST_SPECIAL)} are {' '.join(_FIRST_SPECIAL)}. Give 0 or at least as many."
+            f"{len(_FIRST_SPECIAL)} are {' '.join(_FIRST_SPECIAL)}. Give 0, or "
+            f"{len(_FIRST_SPECIAL)} or more."
         )
     ranks = _read_ranks(Path(path))
     if vocab_size:
-        kept = vocab_size - num_special_tokens
-        if not 256 <= kept <= len(ranks):
+        num_ranks = vocab_size - num_special_tokens
+        if not 256 <= num_ranks <= len(ranks):
             raise ValueError(
-                f"--vocab-size {vocab_size} leaves {kept} ranks beside {num_special_tokens} "
-                f"special tokens; {path} has {len(ranks)}, and 256 are needed."
+                f"--vocab-size {vocab_size} leaves {num_ranks} ranks after "
+                f"{num_special_tokens} special tokens: at least 256 are required, and {path} "
+                f"has {len(ranks)}."
             )
-        ranks = {name: rank for name, rank in ranks.items() if rank < kept}
+        ranks = {name: rank for name, rank in ranks.items() if rank < num_ranks}
     first = [
         _FIRST_SPECIAL[i] if i < len(_FIRST_SPECIAL) else f"<SPECIAL_{i}>"
         for i in range(num_special_tokens)
     ]
-    both = [name for name in (*first, *special_tokens) if name in ranks]
-    if both:
-        raise ValueError(f"{both[0]} is a token of {path} already and cannot be a special one.")
+    clashes = [name for name in (*first, *special_tokens) if name in ranks]
+    if clashes:
+        raise ValueError(
+            f"{clashes[0]} is an ordinary token of {path} and cannot be a special token: "
+            "choose another name."
+        )
     vocab = {name: i for i, name in enumerate(first)}
     vocab |= {name: num_special_tokens + rank for name, rank in ranks.items()}
     core = tokenizers.Tokenizer(models.BPE(vocab, _merges(ranks), ignore_merges=True))
@@ -96,19 +100,19 @@ def build_tiktoken(
 
 
 def _read_ranks(path: Path) -> dict[str, int]:
-    """Tokens by rank, from either form of file; a letter stands for each byte."""
+    """Read ranks of either file format; return each token, a letter per byte, with its rank."""
     data = path.read_bytes()
     try:
         if data.lstrip()[:1] == b"[":
             rows = json.loads(data)
-            written = [row["token_bytes"] for row in rows]
+            encoded = [row["token_bytes"] for row in rows]
             numbers = [int(row["rank"]) for row in rows]
         else:
             words = data.split()
-            written, numbers = words[::2], list(map(int, words[1::2]))
-            if len(written) != len(numbers):
+            encoded, numbers = words[::2], list(map(int, words[1::2]))
+            if len(encoded) != len(numbers):
                 raise ValueError("a token without a rank")
-        raw = list(map(_from_base64, written))
+        raw = list(map(_from_base64, encoded))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--tokenizer-model {path} holds no mergeable ranks: {error}. It must be a JSON "
@@ -117,24 +121,26 @@ def _read_ranks(path: Path) -> dict[str, int]:
     letters = np.array(list(map(ord, byte_letters())), "<u2")
     text = letters[np.frombuffer(b"".join(raw), np.uint8)].tobytes().decode("utf-16-le")
     names = [text[start:end] for start, end in pairwise(accumulate(map(len, raw), initial=0))]
-    in_order = list(range(len(names)))
-    if numbers != in_order:
+    expected_numbers = list(range(len(names)))
+    if numbers != expected_numbers:
         names = [name for _, name in sorted(zip(numbers, names, strict=True))]
-    ranks = dict(zip(names, in_order, strict=True))
-    if sorted(numbers) != in_order or len(ranks) < len(names):
-        raise ValueError(f"--tokenizer-model {path}: the ranks do not count from 0 on.")
+    ranks = dict(zip(names, expected_numbers, strict=True))
+    if sorted(numbers) != expected_numbers or len(ranks) < len(names):
+        raise ValueError(
+            f"--tokenizer-model {path}: the ranks are not 0, 1, 2, ... without gaps."
+        )
     if "" in ranks:
-        raise ValueError(f"--tokenizer-model {path} holds an empty token.")
+        raise ValueError(f"--tokenizer-model {path} has an empty token.")
     if not ranks.keys() >= set(byte_letters()):
         raise ValueError(f"--tokenizer-model {path} lacks some of the 256 single bytes.")
     return ranks
 
 
 def _merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two, by the rank of what it makes.
+    """Return all pairs of tokens whose concatenation is a token, by the rank of the latter.
 
-    Tiktoken joins the neighbours whose union ranks lowest, whichever two they are; a list of
-    merges says the same when it holds all pairs, in the order of the unions.
+    Tiktoken always merges the two neighbours whose concatenation has the lowest rank. A list of
+    merges is equivalent if it has all such pairs, in the order of the ranks.
     """
     merges: list[tuple[str, str]] = []
     for token in ranks:  # in the order of rank

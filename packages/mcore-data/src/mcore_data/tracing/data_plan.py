@@ -1,8 +1,8 @@
 """``data_plan.json`` of a checkpoint: everything that determines the tokens of each step.
 
 The plan holds options, seed and counts, a fingerprint of every source, and the history of batch
-sizes. From the plan alone the run's datasets can be rebuilt on any host that has the files, and
-every sample of every step can be found (``explaining``).
+sizes. A host that has the files can rebuild the run's datasets from the plan, and find every
+sample of every step (``explaining``).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _FILES = ("data_args_path", "per_split_data_args_path", "data_mixture_path", "bl
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive steps of one batch size.
+    """Consecutive steps with one batch size.
 
     Attributes:
         first_step: number of the first step, counted from 1.
@@ -55,8 +55,8 @@ class DataPlan:
         iteration: completed steps when the plan was written.
         consumed_samples: samples used by these steps.
         working_folder: folder to which relative paths of the options refer.
-        sources: for each stored source its prefix, sequences, tokens and fingerprint, and
-            what ``--blocklist`` hides of it: its place in the samples stays.
+        sources: for each stored source its prefix, sequences, tokens and fingerprint, and the
+            numbers of sequences and tokens that ``--blocklist`` hides.
         ledger: for each source of the training blend the number of samples used.
     """
 
@@ -95,7 +95,10 @@ def parse_plan(text: str | bytes, file: str | Path = PLAN_FILE) -> DataPlan:
             return DataPlan(**table)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}.") from error
-    raise ValueError(f"{file} has version {version}, and {_VERSION} is read here.")
+    raise ValueError(
+        f"{file} has version {version}, not {_VERSION}: use the release of mcore-data that "
+        "wrote it."
+    )
 
 
 def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
@@ -114,8 +117,8 @@ def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
     file = folder / PLAN_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} does not exist. Give a folder that mcore-train saved a checkpoint in, of "
-            "a run whose batches did not come from its caller."
+            f"{file} does not exist. Give the --save folder of an mcore-train run that read "
+            "its data by --data-path or a similar option."
         )
     return parse_plan(file.read_bytes(), file), folder
 
@@ -144,7 +147,7 @@ def _blocked(source: Any) -> dict[str, int]:
     return {"blocked_sequences": int(blocked.sum()), "blocked_tokens": tokens}
 
 
-def given_by_source(plan: DataPlan) -> dict[str, int]:
+def samples_by_source(plan: DataPlan) -> dict[str, int]:
     """Return the number of samples used of each source, by prefix, without zeros."""
     names = [source["prefix"] for source in plan.sources]
     return {n: count for n, count in zip(names, plan.ledger, strict=False) if count}
@@ -170,16 +173,18 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
     )[0]
     if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
         raise ValueError(
-            f"after {plan.consumed_samples} samples the sources had given {plan.ledger}, "
-            f"and by today's {plan.data.data_mixture_path or 'weights'} they would have given "
-            f"{tuple(built.ledger(plan.consumed_samples))}: bring the mixture's past back."
+            f"of the first {plan.consumed_samples} samples, {plan.ledger} came from the "
+            f"sources; by {plan.data.data_mixture_path or 'the weights'} now it would be "
+            f"{tuple(built.ledger(plan.consumed_samples))}: restore the past phases of the "
+            "mixture."
         )
-    for now, then in zip(describe_sources(built), plan.sources, strict=True):
-        if now["lengths_hash"] != then["lengths_hash"]:
+    for current, stored in zip(describe_sources(built), plan.sources, strict=True):
+        if current["lengths_hash"] != stored["lengths_hash"]:
             raise ValueError(
-                f"{now['prefix']} is not the data that the run read: it had "
-                f"{then['sequences']} sequences of {then['tokens']} tokens, and has "
-                f"{now['sequences']} of {now['tokens']}, or in another order."
+                f"{current['prefix']} is not the data that the run read: it had "
+                f"{stored['sequences']} sequences with {stored['tokens']} tokens, and now has "
+                f"{current['sequences']} with {current['tokens']}, or another order. Restore "
+                "the files."
             )
     return built
 

@@ -181,7 +181,7 @@ class RunData:
         return known[0]
 
     def _positions_of(self, sample: int) -> Iterator[int]:
-        """Yield the positions of a sample in the data order, among the samples used so far."""
+        """Yield the positions of a sample in the data order that the run has used so far."""
         used = self.plan.consumed_samples
         if self.plan.data.dataloader_type != "cyclic":
             if sample < used:
@@ -215,14 +215,14 @@ class RunData:
 
 
 def draw_explanation(data: RunData, step: int, sample: int) -> list[str]:
-    """Return ``RunData.explain`` as lines: for each document a line, then the text."""
+    """Format ``RunData.explain`` as lines: one for each document, then its text."""
     lines = [f"step {step}, sample {sample} of {batch_size_at(data.plan.stretches, step)}:"]
     if data.plan.fim.fim_data:
         lines.append("  (as stored; --fim-data rewrites it for training)")
     for piece in data.explain(step, sample):
         source = piece.source
         stop = source.offset + source.length
-        where = f"document {piece.document} of {piece.prefix or 'made-up data'}"
+        where = f"document {piece.document} of {piece.prefix or 'mock data'}"
         stored = ""
         if piece.prefix:
             stored = f", bytes {piece.first_byte}-{piece.last_byte} of {piece.bin}"
@@ -242,7 +242,7 @@ def draw_origin(origin: str, prefix: str) -> str:
     if origin:
         return f"from {origin}"
     return (
-        f"input unknown: no record of it with {prefix} (only mcore-data preprocess keeps one)"
+        f"input unknown: {prefix} has no .origins file (only mcore-data preprocess writes one)"
     )
 
 
@@ -256,5 +256,7 @@ def _sequences_of(stored: Any, document: int) -> range:
     return range(int(borders[document]), int(borders[document + 1]))
 
 
-def _same(stored: str, given: str) -> bool:
-    return stored == given or (bool(given) and Path(stored).resolve() == Path(given).resolve())
+def _same(stored: str, prefix: str) -> bool:
+    if stored == prefix:
+        return True
+    return bool(prefix) and Path(stored).resolve() == Path(prefix).resolve()

@@ -37,8 +37,8 @@ def trace(dataset: Any, sample: int) -> list[SampleRange]:
         number = int(dataset.dataset_index[sample])
         return trace(dataset.datasets[number], int(dataset.sample_index[sample]))
     if isinstance(dataset, EpochsDataset):
-        epoch, inside = divmod(sample, dataset.per_epoch)
-        return trace(dataset.epoch(epoch), inside)
+        epoch, epoch_sample = divmod(sample, dataset.per_epoch)
+        return trace(dataset.epoch(epoch), epoch_sample)
     prefix = dataset_prefix(dataset)
     return [SampleRange(prefix, *part) for part in dataset.sources(sample) if part[2]]
 
@@ -53,11 +53,11 @@ def find(dataset: Any, prefix: str, sequence: int) -> Iterator[int]:
         )
     elif isinstance(dataset, EpochsDataset):
         for epoch in range(-(-len(dataset) // dataset.per_epoch)):
-            for inside in find(dataset.epoch(epoch), prefix, sequence):
-                if epoch * dataset.per_epoch + inside < len(dataset):
-                    yield epoch * dataset.per_epoch + inside
+            for epoch_sample in find(dataset.epoch(epoch), prefix, sequence):
+                if epoch * dataset.per_epoch + epoch_sample < len(dataset):
+                    yield epoch * dataset.per_epoch + epoch_sample
     elif dataset_prefix(dataset) == prefix:
-        yield from sorted(dataset.places(sequence))
+        yield from sorted(dataset.samples_with(sequence))
 
 
 def prefixes(dataset: Any) -> list[Any]:

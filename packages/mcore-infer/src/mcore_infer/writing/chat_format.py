@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_data.datasets.chat import CHATML, Render, load_template, own_template
+from mcore_data.datasets.chat import CHATML, Render, load_template, tokenizer_template
 from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
         ImportError: if jinja2 is missing.
         ValueError: if the text is not a Jinja template.
     """
-    source = template or own_template(tokenizer)
+    source = template or tokenizer_template(tokenizer)
     if not source:
         log.warning(
             "the tokenizer has no chat template: chats are rendered as ChatML, whose turns "
             "end at <|im_end|>. Give the model's template by --chat-template."
         )
     plain = source or CHATML
-    for_tools = template or own_template(tokenizer, "tool_use") or plain
+    for_tools = template or tokenizer_template(tokenizer, "tool_use") or plain
     renders = [load_template(text, tokenizer) for text in (plain, for_tools)]
 
     def render(messages: Sequence[Mapping[str, Any]], add: bool, **more: Any) -> str:

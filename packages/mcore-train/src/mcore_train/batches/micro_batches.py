@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_base.options import flag
 from mcore_data.loading.loader import build_loader
-from mcore_data.preprocessing.workers import most_workers
+from mcore_data.preprocessing.workers import max_workers
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
@@ -58,7 +58,7 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
         RuntimeError: if the data end before the run does.
     """
     wanted, cores = run.plan.config.data.num_workers, num_cores()
-    if wanted > (most := most_workers(cores)):
+    if wanted > (most := max_workers(cores)):
         log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
     if run.objective.makes_batches():
         yield from run.objective.open_batches(run)
@@ -186,7 +186,7 @@ def _share(run: Run, micro_batch_size: int) -> dict[str, Any]:
         "micro_batch_size": micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
-        "num_workers": min(data.num_workers, most_workers(num_cores())),
+        "num_workers": min(data.num_workers, max_workers(num_cores())),
         "pin_memory": run.ctx.device.type == "cuda",
     }
 

@@ -28,8 +28,8 @@ from mcore_data.tracing.data_plan import (
     PLAN_FILE,
     DataPlan,
     Stretch,
-    given_by_source,
     parse_plan,
+    samples_by_source,
 )
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
@@ -408,7 +408,7 @@ def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
     if not plan_of_then or not run.datasets.sources:
         return
     then, now = parse_plan(plan_of_then), data_plan(run)
-    gave, gives = given_by_source(then), given_by_source(now)
+    gave, gives = samples_by_source(then), samples_by_source(now)
     mixture = now.data.data_mixture_path
     if mixture:
         expected = ramp_of_data.samples_before(run.progress.iteration + 1)

@@ -1,1 +1,1 @@
-"""What went wrong and what will: logs of failed runs, memory snapshots, checks of hosts."""
+"""Diagnosis of failed runs by their logs, of GPU memory by snapshots, of hosts by checks."""

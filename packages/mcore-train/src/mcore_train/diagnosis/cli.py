@@ -1,4 +1,4 @@
-"""The commands of diagnosis, which print: ``triage``, ``memory`` and ``doctor``."""
+"""The commands ``triage``, ``memory`` and ``doctor``; they print pages or JSON."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def triage_logs(logdir: str, /, json: bool = False) -> int:
-    """Read the logs of a run that ended and print why, and whether to start it again.
+    """Read the logs of a run that ended; print why it ended and whether to start it again.
 
-    Exit codes: 0 for a run that finished, 10 to 29 where it would fail again, 30 and above
-    where the same command may be started again.
+    Exit codes: 0 for a finished run; 10 to 29 if the same command would fail again; 30 and
+    above if the same command may be started again.
 
     Args:
         logdir: folder with the logs of all ranks, or one log.
@@ -25,9 +25,9 @@ def triage_logs(logdir: str, /, json: bool = False) -> int:
 
 
 def show_snapshot(snapshot: str, /, json: bool = False) -> int:
-    """Print a snapshot of GPU memory by class of tensors, and what the plan expects.
+    """Print a snapshot of GPU memory by class of tensors, next to the plan's estimate.
 
-    ``--record-memory-history`` of a run writes it.
+    A run with ``--record-memory-history`` writes the snapshot.
 
     Args:
         snapshot: file of torch's allocator, such as snapshot.rank0.pickle.
@@ -41,7 +41,7 @@ def show_snapshot(snapshot: str, /, json: bool = False) -> int:
 
 
 def report_cluster(config: "DoctorConfig") -> int:
-    """Measure all ranks, print one page on rank 0; return 1 there if a check has a fault."""
+    """Measure all ranks; rank 0 prints one page, and returns 1 if a check found a fault."""
     from mcore_parallel.launch import launcher
     from mcore_train.diagnosis.doctor import examine, page, to_json
 
@@ -53,16 +53,16 @@ def report_cluster(config: "DoctorConfig") -> int:
 
 
 def judge_run(run: str, /, json: bool = False) -> int:
-    """Read the numbers of a run and name the flag most likely to help.
+    """Read the metrics of a run, and name the flag that is most likely to help.
 
     Args:
-        run: its --save folder, with metrics.jsonl, and logs where there are any.
+        run: --save folder of the run, with metrics.jsonl and, if there are any, logs.
         json: print a JSON list instead of the page.
     """
     from mcore_train.diagnosis.run_rules import diagnose, read_run, run_json, run_page
 
     folder = Path(run)
     facts = read_run(folder)
-    found = diagnose(facts)
-    print(run_json(found) if json else run_page(folder, facts, found))
+    diagnoses = diagnose(facts)
+    print(run_json(diagnoses) if json else run_page(folder, facts, diagnoses))
     return 0

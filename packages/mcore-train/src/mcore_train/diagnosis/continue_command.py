@@ -1,8 +1,8 @@
-"""The command that continues a run, from the command line that its first rank logged.
+"""Composes the command that continues a failed run from the command line that the run logged.
 
-Each run logs its options as a command line (``reporting.header``). Classes of failures that an
-option mends (out of memory, values that are not finite, a damaged checkpoint) get that option;
-the others that may be started again get ``--auto-resume``.
+Each run logs its options as a command line (``reporting.header``). For failures that an option
+can fix (out of memory, values that are not finite, a damaged checkpoint) the new command has
+this option; for other failures after which a run may be started again it has ``--auto-resume``.
 """
 
 import re
@@ -17,40 +17,40 @@ _DAMAGED = re.compile(r"\biter_(\d+)\S* (?:is damaged|was cut short|has \d+ byte
 
 
 def recorded_command(logs: Sequence[LogFile]) -> list[str]:
-    """Return the words of the command line that a run logged; empty: it logged none."""
+    """Return the words of the command line that a run logged; empty if it logged none."""
     for log in logs:
         with log.path.open("rb") as file:
-            if found := _COMMAND.search(file.read(1 << 16)):
-                return shlex.split(found[1].decode(errors="replace").strip())
+            if match := _COMMAND.search(file.read(1 << 16)):
+                return shlex.split(match[1].decode(errors="replace").strip())
     return []
 
 
 def value_of(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag; empty: the command line does not have it."""
-    places = [place for place, word in enumerate(words[:-1]) if word == flag]
-    return words[places[-1] + 1] if places else ""
+    """Return the value of a flag's last occurrence; "" if the command line lacks the flag."""
+    indices = [index for index, word in enumerate(words[:-1]) if word == flag]
+    return words[indices[-1] + 1] if indices else ""
 
 
 def continue_command(
-    words: Sequence[str], fault: str, retry: bool, mend: str, message: str
+    words: Sequence[str], fault: str, retry: bool, remedy: str, message: str
 ) -> str:
-    """Write the command line that continues a run after a failure.
+    """Return the command line that continues a run after a failure.
 
     Args:
-        words: of the run's own command line.
+        words: words of the run's command line.
         fault: class of the failure.
-        retry: whether the class may be started again unchanged.
-        mend: advice for a run out of memory, which begins with the options that help.
-        message: that reports the cause.
+        retry: whether a run may be started again unchanged after this class.
+        remedy: advice for a run out of memory; it begins with the options that help.
+        message: log message of the cause.
 
     Returns:
-        Empty if no option mends this class, or its value is not known.
+        "" if no option fixes this class of failures, or the option's value is not known.
     """
     save = value_of(words, "--save")
     resumes = ["--auto-resume"] if save and "--auto-resume" not in words else []
     flags: list[str] = []
     if fault == "out_of_memory":
-        advised = mend.partition(": ")[0]
+        advised = remedy.partition(": ")[0]
         if advised.startswith("PYTORCH_ALLOC_CONF="):
             return f"{advised} {shlex.join([*words, *resumes])}"
         flags = advised.split() if advised.startswith("--") else []
@@ -67,21 +67,22 @@ def continue_command(
 
 
 def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Leave out flags with their values; with a granularity also the options of the old one."""
-    recomputes = "--recompute-granularity" in flags
-    kept, is_kept = [], True
+    """Remove flags and their values; with --recompute-granularity all --recompute-* flags."""
+    changes_recomputation = "--recompute-granularity" in flags
+    remaining, is_kept = [], True
     for word in words:
         if word.startswith("--"):
-            is_old = word in flags or (recomputes and word.startswith("--recompute-"))
-            is_kept = not is_old
+            is_kept = word not in flags and not (
+                changes_recomputation and word.startswith("--recompute-")
+            )
         if is_kept:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _step_before(save: str, message: str) -> int:
-    """Return the newest whole step before the damaged one that a message names; 0: none."""
-    named = _DAMAGED.search(message)
-    if named is None:
+    """Return the newest complete step before the damaged step of a message; 0: none."""
+    match = _DAMAGED.search(message)
+    if match is None:
         return 0
-    return max((step for step in complete_steps(save) if step < int(named[1])), default=0)
+    return max((step for step in complete_steps(save) if step < int(match[1])), default=0)

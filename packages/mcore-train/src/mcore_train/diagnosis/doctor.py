@@ -1,8 +1,8 @@
-"""``mcore-train doctor``: is this cluster healthy, before a run starts on it?
+"""``mcore-train doctor``: checks whether a cluster is healthy, before a run starts.
 
-Every rank measures (``probes``); the facts of all ranks meet on each of them as JSON, and
-``CHECKS``, a table, judges them: what is measured, what is expected, what to do otherwise. A
-check without its facts, such as that of NVLink on a CPU, is skipped and reported so.
+Every rank measures facts (``probes``), which are gathered on all ranks as JSON. Each row of the
+table ``CHECKS`` compares them with expected values and has advice for deviations. A check whose
+facts are missing, such as NVLink without a GPU, is reported as skipped.
 """
 
 import json
@@ -28,10 +28,10 @@ from mcore_train.diagnosis import probes
 from mcore_train.reporting.hardware import peak_flops
 
 Facts = dict[str, Any]
-"""What one rank measured."""
+"""Measurements of one rank."""
 
 GEMM_SHARE = 0.55
-"""Least share of the data sheet's bf16 rate that a GEMM of 8 192 reaches on a healthy GPU."""
+"""Smallest share of the data sheet's bf16 rate that a GEMM of 8192 must reach."""
 NVLINK_GBS = {
     "H100": 450,
     "H200": 450,
@@ -45,28 +45,28 @@ NVLINK_GBS = {
 }
 """NVLink of a GPU in one direction, GB/s, from the data sheets (SXM)."""
 LINK_SHARE = 0.4
-"""Least share of a link's rate that a collective of 256 MiB reaches."""
+"""Smallest share of a link's rate that a collective of 256 MiB must reach."""
 OUTLIER_SHARE = 0.1
-"""A rank this much below the median, and beyond the spread of the others, is an outlier."""
+"""An outlier is below the median by this share, and outside of the spread of the others."""
 MAD_SCALE = 1.4826
-"""Turns a median absolute deviation into a standard deviation of normal values."""
+"""Standard deviation of normal values, divided by their median absolute deviation."""
 WRITE_MBS, FSYNC_MS = 100.0, 100.0
-"""Least rate and largest time of a sync on a shared folder."""
+"""Smallest write rate and largest time of an fsync of a shared folder."""
 SHM_GIB = 1.0
-"""Shared memory that a rank's data workers and NCCL need, at least."""
+"""Smallest free shared memory for a rank's data workers and NCCL."""
 CLOCK_S = 2.0
-"""Largest difference of hosts' clocks; logs of hosts further apart cannot be ordered."""
+"""Largest difference between hosts' clocks with which logs can still be ordered."""
 IDLE_GIB = 2.0
-"""Memory of a GPU that is taken before the run starts, by another process if it is more."""
+"""Largest used memory of an idle GPU; more means that another process uses the GPU."""
 LOCAL_KINDS = ("tmpfs", "overlay", "ext4", "xfs", "btrfs", "ramfs", "zfs")
-"""File systems of one host."""
+"""File systems that are local to one host."""
 _THROTTLES = {
     0x8: "power brake",
     0x20: "software thermal",
     0x40: "hardware thermal",
     0x80: "power",
 }
-"""Reasons of NVML for a lower clock that mean a fault of power or cooling."""
+"""NVML's throttle reasons that mean a fault of power or cooling, by bit."""
 _FATAL_XIDS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 
 _NVRX = "nvidia-resiliency-ext"
@@ -86,32 +86,32 @@ BAD_PAIRS = (
     ("megatron-core", ">=0.17", "python", "<3.12", "Use megatron-core 0.16.1, or Python 3.12."),
     ("vllm", ">=0.27", "torch", "<2.14", "Use vllm 0.26.0 with torch 2.11."),
 )
-"""Package and versions, another and its versions, and what to do where both are there."""
+"""Incompatible pairs: package, versions, other package, its versions, and advice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions(Options):
-    """What the run to come needs of the cluster."""
+    """Requirements of the planned run on the cluster."""
 
     save: str = ""
-    """Folder of the run, which all hosts must share; empty: no folder is measured."""
+    """Run folder, which all hosts must share; empty: no folder is measured."""
     log_dir: str = ""
     """Folder of the ranks' logs, which all hosts must share."""
     checkpoint_gib: float = option(0.0, minimum=0)
-    """Bytes of one checkpoint; --save must have room for two."""
+    """Size of one checkpoint; --save must have space for two."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure; auto: CUDA where present."""
+    """Device to measure; auto: CUDA if present."""
     timeout_minutes: float = 2.0
-    """After which a rank that does not come ends the check."""
+    """Time to wait for a rank in a collective."""
     nproc: int = option(0, minimum=0)
-    """Ranks to start on this host; 0: this process alone, or what torchrun or Slurm started."""
+    """Ranks to start on this host; 0: the ranks that torchrun or Slurm started, else one."""
     json: bool = False
     """Print one JSON object instead of the page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorConfig:
-    """Check hosts, GPUs, links and folders before a run; over torchrun or Slurm all of them."""
+    """Check hosts, GPUs, links and folders before a run; under torchrun or Slurm all hosts."""
 
     options: DoctorOptions = field(default_factory=DoctorOptions)
     parallelism: ParallelConfig = field(default_factory=ParallelConfig)
@@ -121,18 +121,18 @@ class DoctorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One expectation that is not met."""
+    """One measurement that differs from its expectation."""
 
     where: str
-    """Hosts, ranks or GPUs."""
+    """Host, rank or GPU."""
     value: str
-    """What was measured there."""
+    """Measured value."""
     advice: str = ""
-    """Instead of the check's, where it depends on what was found."""
+    """Advice that depends on the measured value; it replaces the check's."""
 
 
 Judge = Callable[[Sequence[Facts], DoctorConfig], Iterable[Problem] | None]
-"""Returns problems; None: the facts that it needs are missing."""
+"""Returns problems, or None if required facts are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +145,21 @@ class Check:
     advice: str
     judge: Judge
     is_warning: bool = False
-    """Whether a run works in spite of it."""
+    """Whether a run works despite a problem."""
 
 
-# -- Judging. Each function gets the facts of all ranks and yields what is wrong.
+# -- Checks. Each function takes the facts of all ranks and yields problems.
 
 
 def _by_host(facts: Sequence[Facts]) -> Mapping[str, list[Facts]]:
     hosts: dict[str, list[Facts]] = defaultdict(list)
-    for one in facts:
-        hosts[one["names"]["host"]].append(one)
+    for rank_facts in facts:
+        hosts[rank_facts["names"]["host"]].append(rank_facts)
     return hosts
 
 
-def _at(one: Facts) -> str:
-    return f"rank {one['rank']} on {one['names']['host']}"
+def _where(rank_facts: Facts) -> str:
+    return f"rank {rank_facts['rank']} on {rank_facts['names']['host']}"
 
 
 def satisfies(version: str, ranges: str) -> bool:
@@ -168,8 +168,8 @@ def satisfies(version: str, ranges: str) -> bool:
         return False
 
     def numbers(text: str) -> list[int]:
-        found = re.match(r"[\d.]+", text)
-        parts = [int(part) for part in found[0].split(".") if part] if found else []
+        match = re.match(r"[\d.]+", text)
+        parts = [int(part) for part in match[0].split(".") if part] if match else []
         return parts + [0] * (4 - len(parts))
 
     for part in filter(None, ranges.split(",")):
@@ -181,11 +181,11 @@ def satisfies(version: str, ranges: str) -> bool:
 
 def _bad_pairs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
     for host, ranks in _by_host(facts).items():
-        found = {**ranks[0]["versions"], **_only(ranks[0].get("gpu", {}), "driver")}
+        installed = {**ranks[0]["versions"], **_only(ranks[0].get("gpu", {}), "driver")}
         for name, spec, other, other_spec, advice in BAD_PAIRS:
             pairs = [(name, spec)] + ([(other, other_spec)] if other else [])
-            if all(satisfies(found.get(n, ""), ranges) for n, ranges in pairs):
-                value = " with ".join(f"{n} {found[n]}" for n, _ in pairs)
+            if all(satisfies(installed.get(n, ""), ranges) for n, ranges in pairs):
+                value = " with ".join(f"{n} {installed[n]}" for n, _ in pairs)
                 yield Problem(host, value, advice)
 
 
@@ -193,31 +193,31 @@ def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-def _unlike_versions(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
-    names = sorted({name for one in facts for name in one["versions"]})
+def _different_versions(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    names = sorted({name for rank in facts for name in rank["versions"]})
     for name in names:
-        values = {_at(one): one["versions"].get(name, "none") for one in facts}
-        yield from _unlike(name, values)
+        values = {_where(rank): rank["versions"].get(name, "none") for rank in facts}
+        yield from _different(name, values)
 
 
-def _unlike(what: str, values: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield ranks whose value is not that of most."""
+def _different(what: str, values: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the ranks whose value differs from the most common value."""
     usual = Counter(values.values()).most_common(1)[0][0]
-    odd: dict[str, list[str]] = defaultdict(list)
+    others: dict[str, list[str]] = defaultdict(list)
     for where, value in values.items():
         if value != usual:
-            odd[value].append(where)
-    for value, ranks in odd.items():
-        yield Problem(_shown(ranks), f"{what} {value}, elsewhere {usual}")
+            others[value].append(where)
+    for value, ranks in others.items():
+        yield Problem(_list_some(ranks), f"{what} {value}, elsewhere {usual}")
 
 
-def _shown(names: Sequence[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+def _list_some(names: Sequence[str], limit: int = 4) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
 
 
 def _unsynced(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-    if not any(one["locked"] for one in facts):
+    if not any(rank["locked"] for rank in facts):
         return None
     return (
         Problem(host, f"{name} {has}, uv.lock has {version}")
@@ -229,7 +229,7 @@ def _unsynced(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | No
 
 
 def _replaced_torch(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-    if not any("NVIDIA_PYTORCH_VERSION" in one["environment"] for one in facts):
+    if not any("NVIDIA_PYTORCH_VERSION" in rank["environment"] for rank in facts):
         return None
     return (
         Problem(
@@ -246,27 +246,27 @@ def _missing_gpus(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Prob
     for host, ranks in _by_host(facts).items():
         if ranks[0]["device"] == "cuda" and len(ranks) != ranks[0]["num_gpus"]:
             yield Problem(host, f"{len(ranks)} ranks and {ranks[0]['num_gpus']} GPUs")
-    if config.options.device == "auto" and len({one["device"] for one in facts}) > 1:
-        without = [_at(one) for one in facts if one["device"] == "cpu"]
-        yield Problem(_shown(without), "no GPU, other ranks have one")
+    if config.options.device == "auto" and len({rank["device"] for rank in facts}) > 1:
+        without = [_where(rank) for rank in facts if rank["device"] == "cpu"]
+        yield Problem(_list_some(without), "no GPU, and other ranks have one")
 
 
 def _with_gpus(facts: Sequence[Facts], name: str) -> list[Facts] | None:
-    """Return the ranks whose GPU answered a question; None: no rank's did."""
-    return [one for one in facts if name in one.get("gpu", {})] or None
+    """Return the ranks whose GPU reported a value; None if no GPU did."""
+    return [rank for rank in facts if name in rank.get("gpu", {})] or None
 
 
 def _gpu_check(name: str, problem: Callable[[Facts], str]) -> Judge:
-    """Judge one number of NVML on each rank; ``problem`` returns "" where it is fine."""
+    """Build a check of one NVML value per rank; ``problem`` returns "" for a good value."""
 
     def judge(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-        having = _with_gpus(facts, name)
-        if having is None:
+        ranks = _with_gpus(facts, name)
+        if ranks is None:
             return None
         return (
-            Problem(f"{_at(one)}, GPU {one['gpu'].get('bus', one['local_rank'])}", value)
-            for one in having
-            if (value := problem(one["gpu"]))
+            Problem(f"{_where(rank)}, GPU {rank['gpu'].get('bus', rank['local_rank'])}", value)
+            for rank in ranks
+            if (value := problem(rank["gpu"]))
         )
 
     return judge
@@ -285,7 +285,7 @@ def _remapped(gpu: Facts) -> str:
 
 
 def _xids(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-    if not any("xids" in one for one in facts):
+    if not any("xids" in rank for rank in facts):
         return None
     return (
         Problem(host, f"Xid {number} of GPU {bus}")
@@ -296,22 +296,23 @@ def _xids(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
 
 
 def _slow_gemm(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-    having = [(one, peak_flops(one["gpu_name"]) / 1e12) for one in facts if "gpu_name" in one]
-    having = [(one, peak) for one, peak in having if peak]
-    if not having:
+    gpus = [(rank, peak_flops(rank["gpu_name"]) / 1e12) for rank in facts if "gpu_name" in rank]
+    gpus = [(rank, peak) for rank, peak in gpus if peak]
+    if not gpus:
         return None
     return (
-        Problem(_at(one), f"{one['gemm_tflops']:.0f} of {peak:.0f} TFLOP/s")
-        for one, peak in having
-        if one["gemm_tflops"] < GEMM_SHARE * peak
+        Problem(_where(rank), f"{rank['gemm_tflops']:.0f} of {peak:.0f} TFLOP/s")
+        for rank, peak in gpus
+        if rank["gemm_tflops"] < GEMM_SHARE * peak
     )
 
 
 def outliers(values: Mapping[str, float]) -> list[str]:
-    """Return the names whose value is far below the median of all.
+    """Return the names whose value is far below the median of all values.
 
-    Far: five standard deviations, estimated by the median absolute deviation, and a tenth of
-    the median. Fewer than four values have no outlier.
+    An outlier is below the median by more than five standard deviations, estimated from the
+    median absolute deviation, and by more than a tenth of the median. Fewer than four values
+    have no outlier.
     """
     if len(values) < 4:
         return []
@@ -323,7 +324,7 @@ def outliers(values: Mapping[str, float]) -> list[str]:
 
 def _outlier_check(name: str, unit: str) -> Judge:
     def judge(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-        values = {_at(one): one[name] for one in facts if one.get(name) is not None}
+        values = {_where(rank): rank[name] for rank in facts if rank.get(name) is not None}
         if len(values) < 4:
             return None
         middle = statistics.median(values.values())
@@ -336,37 +337,38 @@ def _outlier_check(name: str, unit: str) -> Judge:
 
 
 def link_gbs(facts: Sequence[Facts], ranks: Iterable[int]) -> float | None:
-    """Return the rate that ranks can expect of their links, in GB/s; None: not known.
+    """Return the rate of the links between ranks, in GB/s; None: not known.
 
-    Within a host that is NVLink, between hosts a GPU's share of the InfiniBand ports.
+    Within a host this is the rate of NVLink, between hosts a GPU's share of the InfiniBand
+    ports.
     """
-    chosen = [one for one in facts if one["rank"] in set(ranks)]
-    hosts = {one["names"]["host"] for one in chosen}
+    members = [rank for rank in facts if rank["rank"] in set(ranks)]
+    hosts = {rank["names"]["host"] for rank in members}
     if len(hosts) == 1:
-        words = chosen[0].get("gpu_name", "").replace("-", " ").split()
+        words = members[0].get("gpu_name", "").replace("-", " ").split()
         return next((float(NVLINK_GBS[word]) for word in words if word in NVLINK_GBS), None)
     shares = []
     for host in hosts:
-        here = _by_host(facts)[host]
-        ports = sum(p["gbps"] for p in here[0].get("infiniband", ()) if p["is_active"])
-        shares.append(ports / 8 / len(here))
+        host_ranks = _by_host(facts)[host]
+        gbps = sum(p["gbps"] for p in host_ranks[0].get("infiniband", ()) if p["is_active"])
+        shares.append(gbps / 8 / len(host_ranks))  # bits to bytes, for one rank
     return min(shares) if shares and min(shares) else None
 
 
 def _slow_axes(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
-    found = []
-    for one in facts:
-        for axis, (rate, ranks) in one.get("bus_gbs", {}).items():
-            if one["rank"] == ranks[0] and (link := link_gbs(facts, ranks)) is not None:
-                found.append((axis, rate, ranks, link))
-    if not found:
+    measured = []
+    for rank in facts:
+        for axis, (rate, ranks) in rank.get("bus_gbs", {}).items():
+            if rank["rank"] == ranks[0] and (link := link_gbs(facts, ranks)) is not None:
+                measured.append((axis, rate, ranks, link))
+    if not measured:
         return None
     return (
         Problem(
             f"{axis} (ranks {', '.join(map(str, ranks[:8]))})",
             f"{rate:.0f} GB/s of {link:.0f}",
         )
-        for axis, rate, ranks, link in found
+        for axis, rate, ranks, link in measured
         if rate < LINK_SHARE * link
     )
 
@@ -401,16 +403,15 @@ def _ports_down(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | 
 
 
 def _folder_check(problem: Callable[[Facts, DoctorConfig], str]) -> Judge:
-    """Judge each measured folder of each host; ``problem`` returns "" where it is fine."""
+    """Build a check of each host's folders; ``problem`` returns "" for a good folder."""
 
     def judge(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem] | None:
-        if not any(one["folders"] for one in facts):
+        if not any(rank["folders"] for rank in facts):
             return None
         return (
             Problem(f"{host}: {measured['path']}", value)
             for host, ranks in _by_host(facts).items()
-            for one in ranks[:1]
-            for measured in one["folders"]
+            for measured in ranks[0]["folders"]
             if (value := problem(measured, config))
         )
 
@@ -418,7 +419,7 @@ def _folder_check(problem: Callable[[Facts, DoctorConfig], str]) -> Judge:
 
 
 def _unshared(measured: Facts, _: DoctorConfig) -> str:
-    return "" if measured.get("is_shared", True) else "rank 0's file is not here"
+    return "" if measured.get("is_shared", True) else "rank 0's file is not visible"
 
 
 def _slow_folder(measured: Facts, _: DoctorConfig) -> str:
@@ -441,7 +442,7 @@ def _local_logs(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Proble
     if not config.options.log_dir or len(_by_host(facts)) < 2:
         return None
     return (
-        Problem(f"{host}: {measured['path']}", f"is on {measured['kind']}, of one host")
+        Problem(f"{host}: {measured['path']}", f"is on {measured['kind']}, a local file system")
         for host, ranks in _by_host(facts).items()
         for measured in ranks[0]["folders"]
         if measured["path"] == config.options.log_dir and measured.get("kind") in LOCAL_KINDS
@@ -471,7 +472,7 @@ def _bad_names(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
         master = str(names.get("master_address", ""))
         machines = {each[0]["names"].get("machine", host) for host, each in hosts.items()}
         if len(machines) > 1 and (master.startswith("127.") or master == "::1"):
-            yield Problem(host, f"MASTER_ADDR is {master}, this host itself")
+            yield Problem(host, f"MASTER_ADDR is {master}, a loopback address")
 
 
 def _clocks(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
@@ -485,14 +486,14 @@ def _clocks(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None
 
 
 def expected_connections(config: DoctorConfig, capability: tuple[int, int] | None) -> str:
-    """Return what CUDA_DEVICE_MAX_CONNECTIONS must be for a layout.
+    """Return the value of CUDA_DEVICE_MAX_CONNECTIONS that a layout needs.
 
     Args:
         config: the layout.
-        capability: of the GPU, (9, 0) for Hopper; None: no GPU.
+        capability: compute capability of the GPU, (9, 0) for Hopper; None: no GPU.
 
     Returns:
-        ``1``, ``32``, ``not 1``, or "" where it has no effect.
+        ``1``, ``32``, ``not 1``, or "" if the value has no effect.
     """
     layout = config.parallelism
     if capability is None:
@@ -506,12 +507,12 @@ def expected_connections(config: DoctorConfig, capability: tuple[int, int] | Non
 
 
 def _connections(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem] | None:
-    having = [one for one in facts if one.get("capability")]
-    if not having:
+    gpu_ranks = [rank for rank in facts if rank.get("capability")]
+    if not gpu_ranks:
         return None
     return (
         Problem(host, f"{value or 'unset'}, this layout needs {needed}", advice)
-        for host, ranks in _by_host(having).items()
+        for host, ranks in _by_host(gpu_ranks).items()
         if (needed := expected_connections(config, tuple(ranks[0]["capability"])))
         for value in [ranks[0]["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS", "")]
         if (value == "1" if needed == "not 1" else value != needed)
@@ -523,27 +524,29 @@ def _connections(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Probl
     )
 
 
-def _unlike_programs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
-    yield from _unlike("program", {_at(one): one["program"] for one in facts})
+def _different_programs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _different("program", {_where(rank): rank["program"] for rank in facts})
 
 
-def _unlike_sources(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
-    yield from _unlike("files", {_at(one): one.get("source", "") for one in facts})
+def _different_sources(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _different("files", {_where(rank): rank.get("source", "") for rank in facts})
 
 
-def _unlike_folders(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
-    yield from _unlike("folder", {_at(one): one.get("working_folder", "") for one in facts})
+def _different_folders(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _different(
+        "folder", {_where(rank): rank.get("working_folder", "") for rank in facts}
+    )
 
 
-def _unlike_groups(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+def _different_groups(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
     for name in ("MASTER_ADDR", "MASTER_PORT", "NNODES"):
-        values = {_at(one): one["environment"].get(name, "unset") for one in facts}
-        yield from _unlike(name, values)
+        values = {_where(rank): rank["environment"].get(name, "unset") for rank in facts}
+        yield from _different(name, values)
 
 
 def _bad_nodes(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem]:
     counts = {host: str(len(ranks)) for host, ranks in _by_host(facts).items()}
-    yield from _unlike("ranks", counts)
+    yield from _different("ranks", counts)
     tp = config.parallelism.tensor_model_parallel_size
     smallest = min(map(int, counts.values()))
     if len(counts) > 1 and tp > smallest:
@@ -563,12 +566,12 @@ CHECKS: tuple[Check, ...] = (
         "packages of every rank",
         "the same on all",
         "uv sync --locked on the hosts named, or one image for all.",
-        _unlike_versions,
+        _different_versions,
     ),
     Check(
         "uv sync",
         "installed packages against uv.lock",
-        "as locked",
+        "as in uv.lock",
         "uv sync --locked",
         _unsynced,
         is_warning=True,
@@ -586,42 +589,42 @@ CHECKS: tuple[Check, ...] = (
         "path of the Python",
         "the same on all",
         "Start all hosts from one shared path.",
-        _unlike_programs,
+        _different_programs,
     ),
     Check(
         "same source",
         "files of the mcore wheels",
         "the same on all",
         "Install one build of the wheels on all hosts.",
-        _unlike_sources,
+        _different_sources,
     ),
     Check(
         "same folder",
         "folder in which ranks start",
         "the same on all",
         "Give launch --workdir, or cd to one shared path.",
-        _unlike_folders,
+        _different_folders,
     ),
     Check(
         "one worker group",
         "MASTER_ADDR, MASTER_PORT and NNODES",
         "the same on all",
         "Start one job with one worker group; its first host is the master of all.",
-        _unlike_groups,
+        _different_groups,
     ),
     Check(
         "ranks of a host",
         "ranks on each host",
-        "the same, and tensor ranks within one",
-        "One worker group with --nproc-per-node equal on all hosts; a smaller "
+        "the same number, and tensor ranks within one host",
+        "Use one worker group with equal --nproc-per-node on all hosts, and a smaller "
         "--tensor-model-parallel-size.",
         _bad_nodes,
     ),
     Check(
         "GPUs of a host",
         "GPUs and ranks",
-        "one rank a GPU",
-        "--nproc-per-node as nvidia-smi -L lists.",
+        "one rank per GPU",
+        "Set --nproc-per-node to the number of GPUs that nvidia-smi -L lists.",
         _missing_gpus,
     ),
     Check(
@@ -651,7 +654,7 @@ CHECKS: tuple[Check, ...] = (
         "throttling",
         "reasons of lowered clocks",
         "none of power or heat",
-        "Look at power supply and cooling of the host.",
+        "Check the power supply and cooling of the host.",
         _gpu_check("throttle", _throttled),
     ),
     Check(
@@ -688,7 +691,7 @@ CHECKS: tuple[Check, ...] = (
         "free GPU",
         "memory in use before the run",
         f"below {IDLE_GIB:.0f} GiB",
-        "End the process that holds it (nvidia-smi).",
+        "End the process that uses the GPU (nvidia-smi).",
         _gpu_check(
             "used_gib",
             lambda g: f"{g['used_gib']:.1f} GiB in use" if g["used_gib"] > IDLE_GIB else "",
@@ -712,55 +715,55 @@ CHECKS: tuple[Check, ...] = (
         "GEMM rate",
         "bf16 GEMM of 8 192",
         f"{100 * GEMM_SHARE:.0f} % of the data sheet",
-        "Look at clocks, power limit and heat of this GPU.",
+        "Check clocks, power limit and temperature of this GPU.",
         _slow_gemm,
     ),
     Check(
         "GEMM outliers",
         "GEMM rate over ranks",
         "none far below the median",
-        "Leave the host out, or look at its GPU's clocks.",
+        "Leave the host out, or check the clocks of its GPU.",
         _outlier_check("gemm_tflops", "TFLOP/s"),
     ),
     Check(
         "bandwidth of axes",
         "all-reduce over each axis",
         f"{100 * LINK_SHARE:.0f} % of its links",
-        "NCCL_DEBUG=INFO shows the path taken: P2P and NVLink within a host, IB between them.",
+        "Check the path with NCCL_DEBUG=INFO: P2P and NVLink within a host, IB between hosts.",
         _slow_axes,
     ),
     Check(
         "neighbours",
         "messages between ranks of a host",
         "none far below the median",
-        "Look at NVLink or PCIe of the two ranks.",
+        "Check NVLink or PCIe of the two ranks.",
         _outlier_check("near_gbs", "GB/s"),
     ),
     Check(
         "hosts in pairs",
         "messages between hosts",
         "none far below the median",
-        "Look at the cable and port of the host.",
+        "Check the cable and port of the host.",
         _outlier_check("far_gbs", "GB/s"),
     ),
     Check(
         "InfiniBand",
         "ports of each host",
         "all up, at one rate",
-        "ibstat; replace the cable or port.",
+        "Check with ibstat; replace the cable or port.",
         _ports_down,
     ),
     Check(
         "folder",
         "rights and locks on shared folders",
         "all hosts may write",
-        "Give the job's user the right, or another folder.",
+        "Give the job's user write permission, or choose another folder.",
         _folder_check(lambda f, _: f.get("error", "")),
     ),
     Check(
         "shared folder",
         "rank 0's file on all hosts",
-        "seen by all",
+        "visible on all hosts",
         "Give a folder on a file system that all hosts mount at one path.",
         _folder_check(_unshared),
     ),
@@ -768,29 +771,29 @@ CHECKS: tuple[Check, ...] = (
         "rate of the folder",
         "write and sync",
         f"{WRITE_MBS:.0f} MB/s, {FSYNC_MS:.0f} ms",
-        "Another file system for --save, or --async-save with local checkpoints.",
+        "Use another file system for --save, or --async-save with local checkpoints.",
         _folder_check(_slow_folder),
         is_warning=True,
     ),
     Check(
         "room for checkpoints",
-        "free space for two",
-        "enough",
-        "Free space, or --save-retain-last.",
+        "free space",
+        "enough for two checkpoints",
+        "Delete files, or use --save-retain-last.",
         _folder_check(_no_room),
     ),
     Check(
         "log folder",
         "file system of --log-dir",
-        "not of one host",
-        "Give --log-dir on the shared file system.",
+        "not local to a host",
+        "Choose a --log-dir on the shared file system.",
         _local_logs,
         is_warning=True,
     ),
     Check(
         "/dev/shm",
         "free shared memory",
-        f"{SHM_GIB:.0f} GiB a rank",
+        f"{SHM_GIB:.0f} GiB per rank",
         "docker run --shm-size=64g or --ipc=host.",
         _small_shm,
     ),
@@ -798,14 +801,14 @@ CHECKS: tuple[Check, ...] = (
         "ports",
         "a TCP port to listen on",
         "one is free",
-        "Look at firewall and limits of the host.",
+        "Check firewall and limits of the host.",
         _no_port,
     ),
     Check(
         "names",
         "own name and MASTER_ADDR",
-        "resolve, not to a loopback over several hosts",
-        "Mend /etc/hosts or DNS; MASTER_ADDR is the first host's name.",
+        "resolve; with several hosts not to a loopback address",
+        "Correct /etc/hosts or DNS; MASTER_ADDR must be the name of the first host.",
         _bad_names,
     ),
     Check(
@@ -827,15 +830,15 @@ CHECKS: tuple[Check, ...] = (
 """All checks, in the order of the page."""
 
 
-# -- Measuring and reporting.
+# -- Measurements and reports.
 
 
 def measure_host(device: str, *, is_first: bool = True) -> Facts:
-    """Measure what needs no other rank: programs, packages, names, memory, GPUs of this host.
+    """Measure this host without other ranks: program, packages, names, memory, GPUs.
 
     Args:
-        device: ``cpu`` or ``cuda``, where ranks compute.
-        is_first: whether this is the host's first rank, which reads uv.lock too.
+        device: device of the ranks, ``cpu`` or ``cuda``.
+        is_first: whether this is the host's first rank, which also reads uv.lock.
     """
     environment = probes.environment()
     return {
@@ -855,12 +858,12 @@ def measure_host(device: str, *, is_first: bool = True) -> Facts:
 
 
 def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Facts:
-    """Measure this rank; all ranks call it together.
+    """Measure this rank; all ranks call this function together.
 
     Args:
-        config: folders and layout of the run to come.
-        ctx: of all ranks.
-        idle_gpu: answers of NVML from before this process used the GPU.
+        config: folders and layout of the planned run.
+        ctx: axes of all ranks.
+        idle_gpu: values of NVML from before this process used the GPU.
     """
     env, device = launcher.read_environment(), ctx.device
     facts: Facts = {
@@ -893,7 +896,7 @@ def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Fact
 
 
 def ask_nvml(index: int) -> Facts:
-    """Ask NVML about a GPU; nothing where the extra ``doctor`` or the driver is missing."""
+    """Return NVML's values of a GPU; empty without the extra ``doctor`` or a driver."""
     try:
         import pynvml  # pyrefly: ignore[missing-import]
     except ImportError:
@@ -915,22 +918,22 @@ def _measure_folders(
     token = f"doctor-{gather_json(os.getpid(), ctx.world)[0]}"
     paths = list(dict.fromkeys(filter(None, (config.options.save, config.options.log_dir))))
     is_writer = ctx.world.rank == 0
-    found = []
+    folders = []
     if is_first:
-        found = [probes.folder(path, token, is_writer=is_writer) for path in paths]
-    gather_json(None, ctx.world)  # rank 0's files are there
-    for measured in found:
+        folders = [probes.folder(path, token, is_writer=is_writer) for path in paths]
+    gather_json(None, ctx.world)  # barrier: rank 0 has written its files
+    for measured in folders:
         measured["is_shared"] = probes.sees_token(measured["path"], token)
-    gather_json(None, ctx.world)  # all have looked
-    for measured in found if is_writer else ():
+    gather_json(None, ctx.world)  # barrier: all ranks have looked for the files
+    for measured in folders if is_writer else ():
         for name in (token, f"{token}.lock"):
             (Path(measured["path"]) / name).unlink(missing_ok=True)
-    return found
+    return folders
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One check's outcome."""
+    """Outcome of one check."""
 
     check: Check
     problems: tuple[Problem, ...]
@@ -949,24 +952,23 @@ class Result:
 def judge(
     facts: Sequence[Facts], config: DoctorConfig, names: Collection[str] = ()
 ) -> list[Result]:
-    """Compare the facts of all ranks with rows of ``CHECKS``: all, or those of some names."""
+    """Apply the rows of ``CHECKS`` to the facts of all ranks; ``names`` selects rows."""
     results = []
     for check in CHECKS:
         if names and check.name not in names:
             continue
         problems = check.judge(facts, config)
-        found = () if problems is None else tuple(problems)
-        results.append(Result(check, found, problems is None))
+        results.append(Result(check, tuple(problems or ()), problems is None))
     return results
 
 
 def page(facts: Sequence[Facts], results: Sequence[Result]) -> str:
-    """Write one page: what was measured, then every check."""
+    """Format one page: measured rates, then every check."""
     hosts = _by_host(facts)
-    devices = Counter(one.get("gpu_name", one["device"]) for one in facts)
-    rates = [one["gemm_tflops"] for one in facts]
+    devices = Counter(rank.get("gpu_name", rank["device"]) for rank in facts)
+    rates = [rank["gemm_tflops"] for rank in facts]
     lines = [
-        f"hosts: {len(hosts)} ({_shown(list(hosts))}); ranks: {len(facts)}; devices: "
+        f"hosts: {len(hosts)} ({_list_some(list(hosts))}); ranks: {len(facts)}; devices: "
         + ", ".join(f"{count} x {name}" for name, count in devices.items()),
         f"GEMM: {min(rates):.3g} to {max(rates):.3g} TFLOP/s",
     ]
@@ -997,7 +999,7 @@ def page(facts: Sequence[Facts], results: Sequence[Result]) -> str:
 
 
 def to_json(facts: Sequence[Facts], results: Sequence[Result]) -> str:
-    """Write facts and checks for programs."""
+    """Return facts and checks as JSON."""
     checks = [
         {
             "name": result.check.name,
@@ -1013,8 +1015,8 @@ def to_json(facts: Sequence[Facts], results: Sequence[Result]) -> str:
 
 
 def examine(config: DoctorConfig) -> tuple[list[Facts], list[Result]]:
-    """Join the launcher's world, measure every rank, and judge; the same on all ranks."""
-    # Before CUDA: its context and NCCL's buffers would count as memory in use.
+    """Initialize the ranks, measure every rank, and return all facts and results on each."""
+    # Before CUDA is initialized: its context and NCCL's buffers would count as used memory.
     idle_gpu = ask_nvml(launcher.read_environment().local_rank)
     device = launcher.initialize(config.options.device, config.options.timeout_minutes)
     try:

@@ -1,7 +1,7 @@
-"""Dumps of torch's flight recorder: which ranks did not come to the collective that hung.
+"""Reads dumps of torch's flight recorder: which ranks did not call a collective that hung.
 
-A dump is a pickle of plain containers, a file a rank; it is read as data. Its entries are the
-last collectives of each group in the order in which the rank called them.
+Each rank writes one file, a pickle of plain containers, which is read as data without executing
+code. Its entries are the last collectives of each group, in the order of the rank's calls.
 """
 
 import re
@@ -18,20 +18,20 @@ _NAME = re.compile(r"(?:nccl_trace|fr_trace|fr_dump|flight_recorder|trace)\w*?ra
 
 @dataclass(frozen=True, slots=True)
 class AbsentRanks:
-    """The first collective that not all ranks of its group called alike."""
+    """The first collective that not all ranks of its group called, or called differently."""
 
     ranks: tuple[int, ...]
-    """Those that did not call it, or called another."""
+    """Ranks that did not call the collective, or called another one."""
     group: str
-    """Of its ranks."""
+    """Name of the process group."""
     number: int
-    """Of the call within the group."""
+    """Number of the call within the group."""
     operation: str
-    """Name and shapes as most ranks called it."""
+    """Name and shapes of the collective on most ranks."""
     is_mismatch: bool
-    """Whether the named ranks called something else."""
+    """Whether ``ranks`` called another collective."""
     place: str
-    """Line that called it, on a rank that did."""
+    """Source line of the call, on a rank that made it."""
 
     @property
     def fault(self) -> str:
@@ -50,7 +50,7 @@ class AbsentRanks:
 
 
 def read_dumps(folder: Path) -> AbsentRanks | None:
-    """Read all dumps below a folder; return the ranks that others waited for, if any.
+    """Read all dumps in a folder; return the ranks that others waited for, if any.
 
     Raises:
         CheckpointError: if a dump is damaged.
@@ -58,9 +58,9 @@ def read_dumps(folder: Path) -> AbsentRanks | None:
     if not folder.is_dir():
         return None
     dumps = {
-        int(found[1]): load_inert(path.read_bytes(), str(path))
+        int(match[1]): load_inert(path.read_bytes(), str(path))
         for path in sorted(folder.rglob("*"))
-        if (found := _NAME.search(path.name)) and path.is_file() and path.stat().st_size
+        if (match := _NAME.search(path.name)) and path.is_file() and path.stat().st_size
     }
     return first_divergence(dumps)
 
@@ -72,8 +72,8 @@ def first_divergence(dumps: Mapping[int, Mapping[str, Any]]) -> AbsentRanks | No
         dumps: dump by global rank.
 
     Returns:
-        Of the calls that some rank of the group did not make, or made differently, the one that
-        was called earliest; None: all ranks agree.
+        The earliest call that some rank of the group did not make, or made differently; None if
+        all ranks agree.
     """
     calls: dict[str, dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
     members: dict[str, set[int]] = defaultdict(set)
@@ -84,18 +84,18 @@ def first_divergence(dumps: Mapping[int, Mapping[str, Any]]) -> AbsentRanks | No
             if not entry.get("is_p2p"):
                 group = str(entry["process_group"][0])
                 calls[group].setdefault(rank, {})[entry["collective_seq_id"]] = entry
-    found: list[tuple[int, AbsentRanks]] = []
+    divergences: list[tuple[int, AbsentRanks]] = []
     for group, by_rank in calls.items():
         is_world = any(e["process_group"][1:] == ("default_pg",) for e in _last(by_rank))
         expected = members[group] or (set(dumps) | members[""] if is_world else set(by_rank))
-        for absent in _of_group(group, by_rank, expected & set(dumps), expected):
+        for absent in _group_divergence(group, by_rank, expected & set(dumps), expected):
             began_ns = min(
                 entries[absent.number].get("time_created_ns", 0)
                 for entries in by_rank.values()
                 if absent.number in entries
             )
-            found.append((began_ns, absent))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+            divergences.append((began_ns, absent))
+    return min(divergences, key=lambda pair: pair[0])[1] if divergences else None
 
 
 def _last(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
@@ -103,36 +103,36 @@ def _last(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> list[Mappin
     return [entries[max(entries)] for entries in by_rank.values()]
 
 
-def _of_group(
+def _group_divergence(
     group: str,
     by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]],
     dumped: set[int],
     expected: set[int],
 ) -> Iterable[AbsentRanks]:
-    """Yield the first call of a group that its ranks did not all make alike.
+    """Yield the first call of a group that not all its ranks made, or made differently.
 
-    Where all ranks that wrote a dump agree and their last call is not over, those of
-    ``expected`` that wrote none are absent.
+    If all ranks with a dump agree and their last call has not completed, the ranks of
+    ``expected`` without a dump are absent.
     """
-    # A ring buffer forgets old calls: compare from where every rank still has some.
+    # The recorder is a ring buffer: compare from the first call that every rank still has.
     first = max((min(entries) for entries in by_rank.values()), default=0)
     last = max((max(entries) for entries in by_rank.values()), default=-1)
     for number in range(first, last + 1):
-        made = {r: by_rank[r][number] for r in by_rank if number in by_rank[r]}
+        calls = {r: by_rank[r][number] for r in by_rank if number in by_rank[r]}
         signatures: dict[str, list[int]] = defaultdict(list)
-        for rank, entry in made.items():
+        for rank, entry in calls.items():
             signatures[_signature(entry)].append(rank)
         usual = max(signatures, key=lambda s: len(signatures[s])) if signatures else ""
-        missing = dumped - set(made)
-        if number == last and not missing and not made[min(made)].get("retired"):
+        missing = dumped - set(calls)
+        if number == last and not missing and not calls[min(calls)].get("retired"):
             missing = expected - dumped
-        odd = set(made) - set(signatures.get(usual, ()))
-        if not (missing or odd):
+        different = set(calls) - set(signatures.get(usual, ()))
+        if not (missing or different):
             continue
-        entry = made[signatures[usual][0]]
-        is_mismatch = bool(odd)
+        entry = calls[signatures[usual][0]]
+        is_mismatch = bool(different)
         place = _place(entry.get("frames", ()))
-        ranks = tuple(sorted(odd or missing))
+        ranks = tuple(sorted(different or missing))
         yield AbsentRanks(ranks, _group_name(entry, group), number, usual, is_mismatch, place)
         return
 
@@ -141,7 +141,7 @@ def _signature(entry: Mapping[str, Any]) -> str:
     name = str(entry.get("profiling_name", "")).removeprefix("nccl:").removeprefix("gloo:")
     sizes, dtypes = entry.get("input_sizes", ()), entry.get("input_dtypes", ())
     if "all_to_all" in name or "gather" in name or "scatter" in name or "broadcast" in name:
-        sizes = ()  # these may differ from rank to rank, or are unknown on some
+        sizes = ()  # sizes may differ between ranks, or are unknown on some ranks
     shapes = ", ".join(f"{list(size)}" for size in sizes)
     kinds = ", ".join(map(str, dtypes)) if sizes else ""
     return f"{name} {shapes} {kinds}".strip()

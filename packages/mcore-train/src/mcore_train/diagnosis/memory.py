@@ -1,10 +1,10 @@
-"""GPU memory of a rank by tensor classes: torch's snapshot, compared with the plan.
+"""Sorts the GPU memory of a rank into tensor classes, and compares them with the plan.
 
-Out of memory, ``MemoryHistory`` logs a record that ``triage`` reads. With
-``--record-memory-history`` it writes torch's snapshot, which pytorch.org/memory_viz opens, and
-a file with the addresses of weights, gradients and optimizer state and the plan's estimate.
-``read_snapshot`` sorts the blocks of such a snapshot into classes: by address where the run
-wrote them down, else by the line that allocated the block.
+When memory is exhausted, ``MemoryHistory`` logs a record that ``triage`` reads. With
+``--record-memory-history`` it also writes torch's snapshot, which pytorch.org/memory_viz opens,
+and a file with the addresses of weights, gradients and optimizer state and the plan's estimate.
+``read_snapshot`` sorts the blocks of a snapshot into classes: by these addresses, else by the
+source line that allocated the block.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch import Tensor
 from mcore_ckpt.formats.safe_pickle import load_inert
 from mcore_train.assembly import Run
 from mcore_train.config import MemoryConfig
-from mcore_train.diagnosis.memory_mends import MemoryRecord, phase_of
+from mcore_train.diagnosis.memory_remedies import MemoryRecord, phase_of
 from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.resolution import Plan, layout_degrees
 
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 TRACED = 100_000
-"""Allocations that a snapshot's history holds."""
+"""Number of allocations in the history of a snapshot."""
 PLANNED = ("weights", "gradients", "optimizer", "activations")
-"""Classes that the plan estimates; buffers, workspace and what is free come on top."""
+"""Classes that the plan estimates; it does not estimate buffers, workspace and free memory."""
 _LINES = {
     "workspace": r"cublas|cudnn|workspace|triton/|flash_attn|transformer_engine",
     "optimizer": r"mcore_parallel/optimizers/|torch/optim/|"
@@ -45,7 +45,7 @@ _LINES = {
     "activations": r"mcore_models/|mcore_moe/|mcore_parallel/|torch/nn/|torch/autograd/|"
     r"mcore_train/(?:step|losses)\.py",
 }
-"""Class of a block by the lines that allocated it: the first row that matches any of them."""
+"""Class of a block by the source lines on its stack; the first matching row counts."""
 _MODULE = re.compile(r"(?:mcore_models|mcore_moe)/(?:.*/)?(\w+)\.py|mcore_train/(losses)\.py")
 
 
@@ -55,21 +55,21 @@ class MemoryTable:
 
     classes: Counter[str] = field(default_factory=Counter)
     modules: Counter[str] = field(default_factory=Counter)
-    """Of the activations, by the module that keeps them."""
+    """Bytes of activations by the module that allocated them."""
     planned: Mapping[str, int] = field(default_factory=dict)
     free: int = 0
-    """Reserved by torch and not in use."""
+    """Bytes reserved by torch and not in use."""
     largest_free: int = 0
-    """Its largest piece."""
+    """Largest free block."""
     largest: list[tuple[int, str]] = field(default_factory=list)
-    """The largest blocks in use, and the lines that allocated them."""
+    """Largest blocks in use, and the lines that allocated them."""
 
     def to_json(self) -> str:
-        """Write the table for programs, in bytes."""
+        """Return the table as JSON, in bytes."""
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)})
 
     def page(self) -> str:
-        """Write the table for a person, in GiB."""
+        """Return the table as text, in GiB."""
         lines = [f"{'class':<12} {'GiB':>9} {'planned':>9}"]
         names = [*PLANNED, *sorted(set(self.classes) - set(PLANNED))]
         for name in names:
@@ -95,19 +95,19 @@ class MemoryTable:
 
 
 class MemoryHistory:
-    """Records memory while a run trains; a context manager."""
+    """Context manager that records memory while a run trains."""
 
     def __init__(self, run: Run, config: MemoryConfig) -> None:
-        """Prepare; nothing is recorded before ``__enter__``.
+        """Check the options; recording begins in ``__enter__``.
 
         Raises:
-            ValueError: if a history is requested on a device that keeps none.
+            ValueError: if a history is requested on the CPU.
         """
         self.run, self.config = run, config
         if config.record_memory_history and run.ctx.device.type != "cuda":
             raise ValueError(
-                "--record-memory-history records the memory of a GPU, and this run is on the "
-                "CPU: leave it out here."
+                "--record-memory-history records GPU memory, and this run is on the CPU: leave "
+                "it out."
             )
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class MemoryHistory:
             self.write()
 
     def write(self) -> None:
-        """Write this rank's snapshot, and next to it the places of its classes."""
+        """Write this rank's snapshot and, next to it, the addresses of its tensor classes."""
         path = rank_path(self.config.memory_snapshot_path, self.run.ctx.world.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
@@ -143,18 +143,18 @@ class MemoryHistory:
 
 
 def rank_path(path: str, rank: int) -> Path:
-    """Return the file of one rank: ``snapshot.rank3.pickle`` of ``snapshot.pickle``."""
-    whole = Path(path)
-    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+    """Return the file of one rank: ``snapshot.rank3.pickle`` for ``snapshot.pickle``."""
+    base = Path(path)
+    return base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
 
 
 def places_file(path: Path) -> Path:
-    """Return the file with the places of tensor classes that belongs to a snapshot."""
+    """Return the file with the addresses of tensor classes that belongs to a snapshot."""
     return path.with_suffix(".classes.json")
 
 
 def places_of(run: Run) -> dict[str, Any]:
-    """Return where the tensors of each class lie on this rank, and what the plan expects."""
+    """Return addresses and sizes of each tensor class on this rank, and the plan's estimate."""
     return {
         "places": {
             name: sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
@@ -165,7 +165,7 @@ def places_of(run: Run) -> dict[str, Any]:
 
 
 def _storages(run: Run) -> dict[str, list[torch.UntypedStorage]]:
-    """Collect the memory of this rank's weights, gradients and optimizer's state."""
+    """Collect the storages of this rank's weights, gradients and optimizer state."""
     units = list(run.data_parallel.units)
     weights = [p for chunk in run.chunks for p in chunk.parameters()]
     gradients: list[Tensor] = [unit.own_grads() for unit in units]
@@ -174,22 +174,22 @@ def _storages(run: Run) -> dict[str, list[torch.UntypedStorage]]:
     state: list[Tensor] = [main for unit in units if (main := unit.own_main()) is not None]
     for shard in run.optimizer.named_shards().values():
         state += [piece.data for piece in shard.pieces]
-    taken: set[int] = set()
-    found = {}
+    seen: set[int] = set()
+    by_class = {}
     for name, tensors in (("weights", weights), ("gradients", gradients), ("optimizer", state)):
         storages = {}
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             storage = local.untyped_storage()
-            if local.device.type == run.ctx.device.type and storage.data_ptr() not in taken:
+            if local.device.type == run.ctx.device.type and storage.data_ptr() not in seen:
                 storages[storage.data_ptr()] = storage
-        taken |= set(storages)
-        found[name] = list(storages.values())
-    return found
+        seen |= set(storages)
+        by_class[name] = list(storages.values())
+    return by_class
 
 
 def planned_bytes(plan: Plan) -> dict[str, int]:
-    """Estimate the fullest rank of a run by class; empty with adapters, which are apart."""
+    """Return the plan's bytes by class for the rank with the most; empty with adapters."""
     config = plan.config
     if config.peft.peft != "none":
         return {}
@@ -200,7 +200,7 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
 
 
 def record_of(run: Run, error: BaseException) -> MemoryRecord:
-    """Describe a rank that is out of memory; no communication."""
+    """Describe the memory of a rank that is out of memory, without communication."""
     config, device = run.plan.config, run.ctx.device
     classes = {
         name: sum(storage.nbytes() for storage in storages) / GIB
@@ -230,15 +230,18 @@ def read_snapshot(path: Path) -> MemoryTable:
     """Sort the blocks of a snapshot of torch's allocator into classes.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        CheckpointError: if it is damaged.
-        ValueError: if it is no snapshot of memory.
+        FileNotFoundError: if the file does not exist.
+        CheckpointError: if the file is damaged.
+        ValueError: if the file is not a memory snapshot.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a snapshot of torch's allocator.")
     snapshot = load_inert(path.read_bytes(), str(path))
     if not isinstance(snapshot, dict) or "segments" not in snapshot:
-        raise ValueError(f"{path} is no snapshot of torch's allocator: it has no segments.")
+        raise ValueError(
+            f"{path} is not a snapshot of torch's allocator: it has no segments. Give a file "
+            "that --record-memory-history wrote."
+        )
     places: dict[str, Any] = {}
     if places_file(path).is_file():
         places = json.loads(places_file(path).read_text())
@@ -246,10 +249,12 @@ def read_snapshot(path: Path) -> MemoryTable:
 
 
 def sort_blocks(snapshot: Mapping[str, Any], places: Mapping[str, Any]) -> MemoryTable:
-    """Sort the blocks of a snapshot by the places that its run wrote down, else by line."""
+    """Sort the blocks of a snapshot by the addresses that its run recorded, else by line."""
     table = MemoryTable(planned=places.get("planned", {}))
-    begins = {
-        begin: name for name, found in places.get("places", {}).items() for begin, _ in found
+    class_of_address = {
+        address: name
+        for name, ranges in places.get("places", {}).items()
+        for address, _ in ranges
     }
     blocks: list[tuple[int, str]] = []
     for address, block in _blocks(snapshot):
@@ -258,11 +263,11 @@ def sort_blocks(snapshot: Mapping[str, Any], places: Mapping[str, Any]) -> Memor
             table.largest_free = max(table.largest_free, block["size"])
             continue
         frames = [f"{f['filename']}:{f['line']} ({f['name']})" for f in block.get("frames", ())]
-        name = begins.get(address) or class_of_frames(frames)
+        name = class_of_address.get(address) or class_of_frames(frames)
         table.classes[name] += block["size"]
         if name == "activations":
             table.modules[_module_of(frames)] += block["size"]
-        blocks.append((block["size"], f"{name}: {_own_line(frames)}"))
+        blocks.append((block["size"], f"{name}: {_caller_line(frames)}"))
     table.largest = sorted(blocks, reverse=True)[:5]
     return table
 
@@ -276,9 +281,9 @@ def _blocks(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any
 
 
 def class_of_frames(frames: list[str]) -> str:
-    """Return the class of a block by the lines that allocated it, innermost first.
+    """Return the class of a block by the source lines of its stack, innermost first.
 
-    A block without lines was allocated before the history began: ``unrecorded``.
+    A block without lines was allocated before recording began; its class is ``unrecorded``.
     """
     if not frames:
         return "unrecorded"
@@ -290,12 +295,12 @@ def class_of_frames(frames: list[str]) -> str:
 
 def _module_of(frames: list[str]) -> str:
     for frame in frames:
-        if found := _MODULE.search(frame):
-            return found[1] or found[2]
+        if match := _MODULE.search(frame):
+            return match[1] or match[2]
     return "other"
 
 
-def _own_line(frames: list[str]) -> str:
-    """Return the innermost line outside of torch, else the innermost one."""
-    own = [frame for frame in frames if "/torch/" not in frame]
-    return (own or frames or ["no line was recorded"])[0]
+def _caller_line(frames: list[str]) -> str:
+    """Return the innermost line outside of torch, else the innermost line."""
+    callers = [frame for frame in frames if "/torch/" not in frame]
+    return (callers or frames or ["no line was recorded"])[0]

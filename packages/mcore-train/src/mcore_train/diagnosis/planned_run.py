@@ -1,4 +1,4 @@
-"""The run of a run folder as the planner needs it: options, ranks and constants of its GPUs."""
+"""Rebuilds the planner's inputs from a run folder: options, ranks and constants of the GPUs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mcore_train.planning.system import System, system_of_device
 from mcore_train.resolution import load_tokenizer, resolve
 
 LEAST_SAVING = 0.05
-"""Share of a rank's memory that an option must save to be named where the need is not known."""
+"""Share of a rank's memory that an option must save to be recommended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,26 +26,27 @@ class PlannedRun:
     system: System
 
     def gains(self, candidates: Iterable[Changes]) -> list[Gain]:
-        """Predict changes that the run would take, the fastest first."""
+        """Predict the gains of changes that are valid for the run, the fastest first."""
         run = self.family, self.world_size, self.vocab_size, self.system
         return predict_gains(self.config, candidates, *run)
 
     def step(self) -> StepTime:
-        """Predict a step of the run as it is."""
+        """Predict the time of a step of the run."""
         run = self.family, self.world_size, self.vocab_size, self.system
         return predict_step(self.config, *run)
 
     def cheapest_saving(self, needed_bytes: float) -> Gain | None:
-        """Return the change that saves so many bytes at the least cost in time.
+        """Return the change that saves ``needed_bytes`` at the least cost in time.
 
-        Without such a change the one that saves most; None if none saves ``LEAST_SAVING``.
+        If no change saves so much, the change that saves most is returned; None if no change
+        saves ``LEAST_SAVING``.
         """
         gains = self.gains(smaller_changes(self.config))
-        worthy = [g for g in gains if g.saved_bytes > LEAST_SAVING * g.before.bytes]
-        enough = [g for g in worthy if g.saved_bytes >= needed_bytes]
-        if enough:
-            return enough[0]
-        return max(worthy, key=lambda gain: gain.saved_bytes, default=None)
+        candidates = [g for g in gains if g.saved_bytes > LEAST_SAVING * g.before.bytes]
+        sufficient = [g for g in candidates if g.saved_bytes >= needed_bytes]
+        if sufficient:
+            return sufficient[0]
+        return max(candidates, key=lambda gain: gain.saved_bytes, default=None)
 
 
 def plan_run(header: Mapping[str, Any], options: Mapping[str, Any]) -> PlannedRun:
@@ -56,7 +57,7 @@ def plan_run(header: Mapping[str, Any], options: Mapping[str, Any]) -> PlannedRu
         options: fields that differ from their defaults.
 
     Raises:
-        ValueError: if the planner cannot predict the run, with the reason.
+        ValueError: if the planner cannot predict the run; the message gives the reason.
     """
     if not options:
         raise ValueError("the run recorded no options")

@@ -1,9 +1,9 @@
 """Measures one rank's host, GPU, links and folders for ``mcore-train doctor``.
 
-Each function returns plain numbers and words, so that facts of all ranks can be gathered as
-JSON and judged in one place (``doctor.CHECKS``). What a host does not have is left out. GPUs
-are asked by nvidia-ml-py (``pip install mcore-train[doctor]``) and the kernel's log; rates are
-measured with torch. Everything together stays under a minute a host.
+Each function returns JSON types, so that the facts of all ranks can be gathered and checked in
+one place (``doctor.CHECKS``). Facts that a host does not have are left out. Facts about GPUs
+come from nvidia-ml-py (``pip install mcore-train[doctor]``) and the kernel's log; rates are
+measured with torch. All measurements together take less than a minute.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from mcore_base.file_lock import FileLock
 from mcore_parallel.mesh import Axis, ParallelContext
 
 GEMM_SIDE = {"cuda": 8192, "cpu": 512}
-"""Rows and columns of the matrices that are multiplied."""
+"""Rows and columns of the multiplied matrices."""
 MESSAGE_BYTES = {"cuda": 1 << 28, "cpu": 1 << 20}
-"""Of a collective and of a message between two ranks."""
+"""Bytes of a collective, and of a message between two ranks."""
 WRITTEN_BYTES = 1 << 26
-"""Written to the shared folder and synced, to measure its rate."""
+"""Bytes that are written to the shared folder to measure its rate."""
 REPEATS = 5
 WHEELS = (
     "mcore-base",
@@ -61,37 +61,37 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "WORLD_SIZE",
 )
-"""Environment variables that are judged."""
+"""Environment variables that are checked."""
 _XID = re.compile(r"NVRM: Xid \(PCI:[0-9a-fA-F]*:?([0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of packages, libraries, the kernel and glibc."""
-    found = {"python": platform.python_version(), "glibc": platform.libc_ver()[1]}
+    installed = {"python": platform.python_version(), "glibc": platform.libc_ver()[1]}
     for name in WHEELS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    found["cuda"] = torch.version.cuda or ""
+            installed[name] = importlib.metadata.version(name)
+    installed["cuda"] = torch.version.cuda or ""
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = str(torch.backends.cudnn.version() or "")
-    return {name: version for name, version in found.items() if version}
+        installed["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        installed["cudnn"] = str(torch.backends.cudnn.version() or "")
+    return {name: version for name, version in installed.items() if version}
 
 
 def locked_versions(start: Path) -> dict[str, str]:
-    """Return the versions that the next ``uv.lock`` above a folder asks for; empty: none is."""
+    """Return the versions in the nearest ``uv.lock`` above a folder; empty without a lock."""
     for folder in (start, *start.parents):
         if (lock := folder / "uv.lock").is_file():
             packages = tomllib.loads(lock.read_text())["package"]
-            named = [(p["name"], p["version"]) for p in packages if p["name"] in WHEELS]
-            # A package with several versions depends on the Python; none of them is checked.
-            alone = {name for name, _ in named if sum(n == name for n, _ in named) == 1}
-            return {name: version for name, version in named if name in alone}
+            locked = [(p["name"], p["version"]) for p in packages if p["name"] in WHEELS]
+            # Packages with several versions, by the version of Python, are not checked.
+            unique = {name for name, _ in locked if sum(n == name for n, _ in locked) == 1}
+            return {name: version for name, version in locked if name in unique}
     return {}
 
 
 def source_digest(folder: Path) -> str:
-    """Hash names and sizes of a package's files: editable installs have no version."""
+    """Return a hash of names and sizes of a package's files, for editable installs."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
@@ -99,19 +99,19 @@ def source_digest(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that are judged."""
+    """Return the environment variables that are checked."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def gpu(index: int, nvml: Any) -> dict[str, Any]:
-    """Ask NVML about one GPU.
+    """Return NVML's values of one GPU.
 
     Args:
-        index: as CUDA counts, which NVML shares unless CUDA_VISIBLE_DEVICES selects some.
+        index: CUDA's index of the GPU; mapped to NVML's index by CUDA_VISIBLE_DEVICES.
         nvml: the module ``pynvml``, initialized.
     """
     handle = nvml.nvmlDeviceGetHandleByIndex(_physical(index))
-    questions: dict[str, Callable[[], Any]] = {
+    queries: dict[str, Callable[[], Any]] = {
         "name": lambda: _text(nvml.nvmlDeviceGetName(handle)),
         "bus": lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId),
         "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),
@@ -134,11 +134,11 @@ def gpu(index: int, nvml: Any) -> dict[str, Any]:
             if _has_link(nvml, handle, link)
         ],
     }
-    found = {}
-    for name, ask in questions.items():
-        with suppress(nvml.NVMLError):  # not every GPU answers every question
-            found[name] = ask()
-    return found
+    values = {}
+    for name, query in queries.items():
+        with suppress(nvml.NVMLError):  # not every GPU supports every query
+            values[name] = query()
+    return values
 
 
 def _physical(index: int) -> int:
@@ -162,18 +162,18 @@ def _has_link(nvml: Any, handle: Any, link: int) -> bool:
 
 def xids(log: str) -> list[tuple[str, int]]:
     """Return bus and number of the Xid messages in a kernel's log."""
-    return [(found[1].lower(), int(found[2])) for found in _XID.finditer(log)]
+    return [(match[1].lower(), int(match[2])) for match in _XID.finditer(log)]
 
 
 def kernel_log() -> str:
-    """Return the kernel's ring buffer; empty where this user may not read it."""
+    """Return the kernel's ring buffer; "" if this user may not read it."""
     text = b""
     with suppress(OSError):
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
             while part := os.read(descriptor, 1 << 16):
                 text += part
-        except BlockingIOError:  # all of it was read
+        except BlockingIOError:  # the end of the buffer
             pass
         finally:
             os.close(descriptor)
@@ -184,8 +184,8 @@ def gemm_tflops(device: torch.device, side: int = 0) -> float:
     """Return the rate of a square matrix multiplication, in bf16 on a GPU, else in float32.
 
     Args:
-        device: where to multiply.
-        side: of the matrices; 0: ``GEMM_SIDE``, large enough for the device's full rate.
+        device: device of the matrices.
+        side: rows and columns; 0: ``GEMM_SIDE``, large enough for the device's full rate.
     """
     side = side or GEMM_SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -195,9 +195,9 @@ def gemm_tflops(device: torch.device, side: int = 0) -> float:
 
 
 def bus_gbs(axis: Axis, device: torch.device) -> float:
-    """Return the bus bandwidth of an all-reduce over an axis in GB/s; its ranks call together.
+    """Return the bus bandwidth of an all-reduce over an axis, in GB/s; collective.
 
-    The bytes of an all-reduce count 2 (n - 1) / n times, as in nccl-tests.
+    The bytes of the tensor count 2 (n - 1) / n times, as in nccl-tests.
     """
     x = torch.zeros(MESSAGE_BYTES[device.type] // 4, device=device)
     time_s = _seconds(lambda: dist.all_reduce(x, group=axis.group), device)
@@ -205,37 +205,37 @@ def bus_gbs(axis: Axis, device: torch.device) -> float:
 
 
 def pair_gbs(ctx: ParallelContext, distance: int, num_bytes: int = 0) -> float | None:
-    """Return the rate between this rank and the one at a distance, in GB/s, both ways at once.
+    """Return the rate of a simultaneous exchange with another rank, in GB/s; collective.
 
     Args:
-        ctx: whose world is cut into pairs; all ranks call together.
-        distance: between the two ranks of a pair; 1: neighbours on a host.
-        num_bytes: of a message; 0: ``MESSAGE_BYTES``.
+        ctx: axes of all ranks, which are divided into pairs.
+        distance: difference of the two ranks of a pair; 1: neighbours on a host.
+        num_bytes: bytes of a message; 0: ``MESSAGE_BYTES``.
 
     Returns:
-        The sum of both directions over two; None for a rank without a partner.
+        Mean rate of both directions; None for a rank without a partner.
     """
     rank, device = ctx.world.rank, ctx.device
     peer = rank + distance if (rank // distance) % 2 == 0 else rank - distance
     if not 0 <= peer < ctx.world.size:
         return None
-    ones = torch.ones((num_bytes or MESSAGE_BYTES[device.type]) // 4, device=device)
-    into = torch.empty_like(ones)
+    sent = torch.ones((num_bytes or MESSAGE_BYTES[device.type]) // 4, device=device)
+    received = torch.empty_like(sent)
     group = ctx.world.group
 
     def exchange() -> None:
         ops = [
-            dist.P2POp(dist.isend, ones, peer, group=group),
-            dist.P2POp(dist.irecv, into, peer, group=group),
+            dist.P2POp(dist.isend, sent, peer, group=group),
+            dist.P2POp(dist.irecv, received, peer, group=group),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    return ones.nbytes / _seconds(exchange, device) / 1e9
+    return sent.nbytes / _seconds(exchange, device) / 1e9
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of some repetitions, after two that warm up."""
+    """Return the shortest time of ``REPEATS`` calls, after two warm-up calls."""
     times = []
     for number in range(REPEATS + 2):
         if device.type == "cuda":
@@ -271,24 +271,24 @@ def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, Any
 
 
 def names(master: str) -> dict[str, Any]:
-    """Return how this host's and the master's names resolve."""
-    found: dict[str, Any] = {"host": socket.gethostname()}
-    # Slurm may run several hosts of a job on one machine, each of a name of its own.
-    found["host"] = os.environ.get("SLURMD_NODENAME") or found["host"]
+    """Return this host's name, and the addresses of this host and of ``master``."""
+    # Slurm may simulate several nodes on one machine, each with its own name.
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    values: dict[str, Any] = {"host": host}
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.is_file():
-        found["machine"] = boot.read_text().strip()
+        values["machine"] = boot.read_text().strip()
     for key, name in (("own_address", socket.gethostname()), ("master_address", master)):
         if name:
             try:
-                found[key] = socket.getaddrinfo(name, None)[0][4][0]
+                values[key] = socket.getaddrinfo(name, None)[0][4][0]
             except OSError as error:
-                found[key] = f"error: {error}"
-    return found
+                values[key] = f"error: {error}"
+    return values
 
 
 def can_listen() -> str:
-    """Return why no TCP port can be opened on this host; empty: one can."""
+    """Open a TCP port; return the error, or "" if it succeeds."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind(("", 0))
@@ -307,37 +307,37 @@ def shared_memory() -> dict[str, float]:
 
 
 def folder(path: str, token: str, *, is_writer: bool) -> dict[str, Any]:
-    """Measure a folder that all hosts must share: rights, lock, rate and free space.
+    """Measure a folder that all hosts must share: permissions, lock, rate and free space.
 
     Args:
-        path: of the folder; made if it is missing.
-        token: the same on all ranks; ``is_writer`` leaves a file of this name there, which
-            ``sees_token`` looks for afterwards.
-        is_writer: measure the rate too, and leave the file.
+        path: the folder, which is created if it does not exist.
+        token: name of a file, equal on all ranks. The writer creates the file, and
+            ``sees_token`` looks for it on the other ranks.
+        is_writer: whether to measure the rate and to create the file.
     """
-    found: dict[str, Any] = {"path": path, "error": ""}
-    place = Path(path)
+    facts: dict[str, Any] = {"path": path, "error": ""}
+    root = Path(path)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        found["free_gib"] = shutil.disk_usage(place).free / 2**30
-        found["kind"] = file_system(place)
+        root.mkdir(parents=True, exist_ok=True)
+        facts["free_gib"] = shutil.disk_usage(root).free / 2**30
+        facts["kind"] = file_system(root)
         if is_writer:
-            with FileLock(place / f"{token}.lock"):
-                found["has_lock"] = True
-            found |= _write_rate(place / f"{token}.rate")
-            (place / token).write_text(token)
+            with FileLock(root / f"{token}.lock"):
+                facts["has_lock"] = True
+            facts |= _write_rate(root / f"{token}.rate")
+            (root / token).write_text(token)
     except (OSError, RuntimeError) as error:
-        found["error"] = str(error)
-    return found
+        facts["error"] = str(error)
+    return facts
 
 
 def sees_token(path: str, token: str) -> bool:
-    """Whether the file that another host left in a folder is here too."""
-    for _ in range(20):  # a network file system may show it a moment later
+    """Whether the file that another host created in a folder is visible on this host."""
+    for _ in range(20):  # a network file system may show the file with a delay
         if (Path(path) / token).is_file():
             return True
         with suppress(OSError):
-            os.listdir(path)  # asks the server again
+            os.listdir(path)  # refreshes the client's cache
         time.sleep(0.1)
     return False
 
@@ -364,28 +364,28 @@ def _write_rate(path: Path) -> dict[str, float]:
 
 
 def file_system(path: Path, mounts: str = "/proc/mounts") -> str:
-    """Return the kind of file system that holds a path, such as ext4, nfs4 or lustre."""
-    whole, best, kind = str(path.resolve()), "", ""
+    """Return the type of the file system of a path, such as ext4, nfs4 or lustre."""
+    resolved, longest, kind = str(path.resolve()), "", ""
     with suppress(OSError):
         for line in Path(mounts).read_text().splitlines():
             _, point, name, *_ = line.split()
-            inside = whole == point or whole.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, name
+            is_inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+            if is_inside and len(point) >= len(longest):
+                longest, kind = point, name
     return kind
 
 
 def clock_offset_s(ctx: ParallelContext, rounds: int = 5) -> float:
-    """Return how far this host's clock is ahead of rank 0's; all ranks call together.
+    """Return the difference of this host's clock to rank 0's, in seconds; collective.
 
-    All ranks leave a barrier nearly together and read their clocks; the median of some rounds
-    is off by the barrier's latency.
+    All ranks read their clocks after a barrier, so the error of the median over some rounds is
+    about the barrier's latency.
     """
     offsets = []
     for _ in range(rounds if ctx.world.size > 1 else 0):
         dist.barrier(group=ctx.world.group)
-        own = time.time()
-        first = torch.tensor([own], dtype=torch.float64, device=ctx.device)
+        now = time.time()
+        first = torch.tensor([now], dtype=torch.float64, device=ctx.device)
         dist.broadcast(first, 0, group=ctx.world.group)
-        offsets.append(own - first.item())
+        offsets.append(now - first.item())
     return sorted(offsets)[len(offsets) // 2] if offsets else 0.0

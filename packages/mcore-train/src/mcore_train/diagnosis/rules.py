@@ -1,10 +1,10 @@
-"""The classes of failures and the log lines that show them, each as a row of a table.
+"""Tables of the classes of failures, and of the log messages by which they are recognized.
 
 A row of ``RULES`` recognizes one message of torch, NCCL, CUDA, the kernel, Slurm, torchrun or
-this trainer. Its role tells whether the line is a cause (``root``), the reaction of a rank to
-another rank's failure (``cascade``) or part of the job's end (``teardown``). A finding of the
-scheduler, the kernel or the device (``outside``) explains exceptions of the same moment, so
-that a broken GPU is not reported as an error of the program that used it.
+mcore. Its role is ``root`` for a cause, ``cascade`` for the reaction of a rank to another
+rank's failure, and ``teardown`` for a message of the job's end. A message of the scheduler, the
+kernel or the device (``outside``) has precedence over exceptions at the same time, so that a
+broken GPU is not reported as an error of the program that used it.
 
 Standard library only: a launcher imports this module to read ``FAULTS``.
 """
@@ -19,60 +19,61 @@ Role = Literal["root", "cascade", "teardown"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A class of failures, and what a launcher does about it."""
+    """A class of failures, and the reaction of a launcher."""
 
     exit_code: int
-    """Of ``mcore-train triage``: 10 to 29 stop, 30 and above retry."""
+    """Exit code of ``mcore-train triage``: 10 to 29 mean stop, 30 and above retry."""
     retry: bool
-    """Whether the same command may be started again, from its last checkpoint."""
+    """Whether the same command may be started again from its last checkpoint."""
     summary: str
 
 
 FAULTS: Mapping[str, Fault] = {
-    "finished": Fault(0, False, "the run ended by itself"),
+    "finished": Fault(0, False, "the run finished"),
     "out_of_memory": Fault(10, False, "GPU memory is full"),
-    "shape": Fault(11, False, "sizes do not fit each other or the layout"),
-    "config": Fault(12, False, "the command's options are refused"),
+    "shape": Fault(11, False, "sizes do not match each other or the layout"),
+    "config": Fault(12, False, "options of the command are refused"),
     "import": Fault(13, False, "a package is missing or of the wrong version"),
     "missing_path": Fault(14, False, "a file or folder is missing"),
     "permission": Fault(15, False, "a file may not be read or written"),
     "checkpoint": Fault(16, False, "the checkpoint is damaged or of another model or layout"),
     "nan": Fault(17, False, "loss or gradients are not finite"),
     "spike": Fault(24, False, "loss or gradient norm jumped"),
-    "data": Fault(18, False, "the training data are damaged or do not fit the model"),
+    "data": Fault(18, False, "the training data are damaged or do not match the model"),
     "storage_full": Fault(19, False, "a file system is full"),
     "host_memory": Fault(20, False, "the host's memory is full"),
     "collective_mismatch": Fault(21, False, "ranks call different collectives"),
     "program": Fault(22, False, "an exception of the program"),
-    "cancelled": Fault(23, False, "somebody ended the job"),
+    "cancelled": Fault(23, False, "a user cancelled the job"),
     "hardware": Fault(30, True, "a GPU or its links failed"),
     "network": Fault(31, True, "the network between hosts failed"),
-    "collective_timeout": Fault(32, True, "a rank did not come to a collective"),
-    "rendezvous": Fault(33, True, "ranks did not find each other"),
-    "preemption": Fault(34, True, "the scheduler took the hosts back"),
-    "time_limit": Fault(35, True, "the job's time is over"),
+    "collective_timeout": Fault(32, True, "a rank did not reach a collective"),
+    "rendezvous": Fault(33, True, "ranks could not connect to each other"),
+    "preemption": Fault(34, True, "the scheduler preempted the job"),
+    "time_limit": Fault(35, True, "the job reached its time limit"),
     "killed": Fault(36, True, "a process was killed from outside"),
     "crash": Fault(37, True, "a process crashed in native code"),
-    "storage_io": Fault(38, True, "a file system did not answer"),
-    "replicas": Fault(39, True, "copies of weights came apart"),
-    "unknown": Fault(40, True, "the logs do not tell"),
+    "storage_io": Fault(38, True, "a file system did not respond"),
+    "replicas": Fault(39, True, "copies of the weights differ"),
+    "unknown": Fault(40, True, "the logs show no cause"),
 }
 """Classes by name; ``--json`` and the exit code use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of log line."""
+    """One kind of log message."""
 
     name: str
     pattern: str
-    """Regular expression, searched in one line without its rank prefix. Its group ``rank``, if
-    it has one, is the rank at fault; else that is the rank that wrote the line."""
+    """Regular expression, searched in one line without its rank prefix. The group ``rank`` is
+    the rank at fault; without this group the rank that wrote the line is at fault."""
     fault: str
     role: Role = "root"
     advice: str = ""
     outside: bool = False
-    """Evidence from outside the program, which explains exceptions of the same moment."""
+    """Whether the message comes from the scheduler, the kernel or a device, and so has
+    precedence over exceptions at the same time."""
 
 
 def _root(name: str, fault: str, pattern: str, advice: str = "") -> Rule:
@@ -92,32 +93,32 @@ def _teardown(name: str, pattern: str) -> Rule:
 
 
 _EXCEPTION = r"^(?:[A-Za-z_][\w.]*\.)?"
-"""Begin of the last line of a Python traceback: an optional module, then the class."""
+"""Beginning of the last line of a Python traceback: an optional module, then the class."""
 
 _HARDWARE_XIDS = (
     "46|48|54|56|57|58|61|62|64|74|78|79|81|92|95|110|119|120|121|123|136|140|143|144|145|149|"
     "154|155|156|158"
 )
-"""Xid numbers of NVIDIA's catalogue that mean the device, its memory, its firmware or NVLink;
-13, 31, 43 and 45 follow from a program's illegal access or its end."""
+"""Xid numbers of NVIDIA's catalogue that mean a fault of the device, its memory, its firmware
+or NVLink; 13, 31, 43 and 45 are caused by a program's illegal access or its end."""
 
 RULES: tuple[Rule, ...] = (
-    # -- From outside: scheduler, kernel, devices.
+    # -- Messages of the scheduler, the kernel and devices.
     _outside(
         "preemption",
         "preemption",
         r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|"
         r"[Pp]reempt(?:ion|ed)(?: notice| by)|TerminationByKubelet|Preempting|"
         r"DUE TO NODE FAILURE.*[Rr]equeue",
-        "Start again with --auto-resume; --exit-signal SIGUSR1 and --signal=USR1@300 of sbatch "
-        "save before the hosts go.",
+        "Start again with --auto-resume; --exit-signal SIGUSR1 and sbatch --signal=USR1@300 "
+        "save before the preemption.",
     ),
     _outside(
         "time limit",
         "time_limit",
         r"DUE TO TIME LIMIT|exceeded (?:job )?(?:time|walltime) limit|"
         r"=>> PBS: job killed: walltime|DeadlineExceeded",
-        "Submit again with --auto-resume; --exit-duration-in-mins auto saves before the end.",
+        "Submit again with --auto-resume; --exit-duration-in-mins auto saves before the limit.",
     ),
     _outside(
         "node failure",
@@ -153,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         r"NVLink (?:error|failure|is down)|SXid|NVSwitch.*(?:fatal|error)|nvlink error|"
         r"fabric manager.*(?:not running|failed|error)|"
         r"system not yet initialized|CUDA error: system not ready|NVLINK_UNCORRECTABLE",
-        "Leave this host out; nvidia-smi nvlink -e and the fabric manager's log name the link.",
+        "Leave this host out; nvidia-smi nvlink -e or the fabric manager's log names the link.",
     ),
     _outside(
         "host out of memory",
@@ -162,7 +163,8 @@ RULES: tuple[Rule, ...] = (
         r"Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|"
         r"Some of (?:your processes|"
         r"the step tasks) (?:may )?have been (?:killed by the cgroup|OOM Killed)",
-        "Fewer --num-workers or ranks on a host, no --async-save, or more memory for the job.",
+        "Use fewer --num-workers or ranks on a host, --no-async-save, or more memory for the "
+        "job.",
     ),
     _outside(
         "file system",
@@ -171,7 +173,8 @@ RULES: tuple[Rule, ...] = (
         r"Transport endpoint is not connected|LustreError|"
         r"Errno 5\]|Errno 116\]|Errno 121\]|nfs: server \S+ not responding|"
         r"Cannot send after transport endpoint shutdown",
-        "Start again once the file system answers; its host's kernel log names the server.",
+        "Start again when the file system responds; the kernel log of the host names the "
+        "server.",
     ),
     _outside(
         "InfiniBand",
@@ -179,28 +182,28 @@ RULES: tuple[Rule, ...] = (
         r"NET/IB ?: Got (?:completion|async event)|NET/IB.*(?:error|fatal)|IBV_WC_\w+_ERR|"
         r"port error|local catastrophic|"
         r"ibv_\w+ failed|link (?:is )?down\b|NETDEV WATCHDOG|mlx5_core.*(?:failed|error)",
-        "Start again; leave a host out that is named twice, and look at its ibstat and cable.",
+        "Start again; leave out a host that is named twice, and check its ibstat and cable.",
     ),
     _root(
         "no device",
         "hardware",
         r"No CUDA GPUs are available|no CUDA-capable device is detected|CUDA unknown error|"
         r"device\(s\) is/are busy or unavailable|CUDA driver initialization failed",
-        "Look at nvidia-smi on this host: its driver shows no usable GPU. Leave the host out.",
+        "Check nvidia-smi on this host, whose driver shows no usable GPU; leave the host out.",
     ),
-    # -- Ranks that did not find each other.
+    # -- Ranks that could not connect to each other.
     _root(
         "download",
         "network",
         r"HTTPSConnectionPool|Max retries exceeded|50[234] Server Error|429 Client Error|"
         r"ReadTimeoutError|ConnectTimeout|LocalEntryNotFoundError",
-        "Start again, or download to a local folder first and name that.",
+        "Start again, or download to a local folder first and give that folder.",
     ),
     _root(
         "port taken",
         "rendezvous",
         r"EADDRINUSE|[Aa]ddress already in use",
-        "Start again with another MASTER_PORT, or with --nproc, which takes a free one.",
+        "Start again with another MASTER_PORT, or with --nproc, which chooses a free port.",
     ),
     _root(
         "master not found",
@@ -212,8 +215,8 @@ RULES: tuple[Rule, ...] = (
         r"Timed out after \d+ seconds waiting for clients|"
         r"No route to host|Network is unreachable|getaddrinfo|"
         r"Bootstrap : no socket interface found",
-        "MASTER_ADDR and MASTER_PORT must be the same on all hosts and reachable from each "
-        "(mcore-train doctor tries it); all hosts need one command.",
+        "Set the same MASTER_ADDR and MASTER_PORT on all hosts, reachable from each "
+        "(mcore-train doctor checks this), and start the same command on all hosts.",
     ),
     # -- Reactions to another rank's failure.
     _cascade(
@@ -255,7 +258,7 @@ RULES: tuple[Rule, ...] = (
         r"task \d+: (?:Terminated|Exited with exit code 143)|leaked semaphore|"
         r"leaked shared_memory",
     ),
-    # -- This trainer's watchdog and checks.
+    # -- mcore's watchdog and checks.
     _root(
         "collective mismatch",
         "collective_mismatch",
@@ -263,46 +266,46 @@ RULES: tuple[Rule, ...] = (
         r"Detected mismatch between collectives on ranks|Collectives differ in the following|"
         r"op\.preamble\.length <= op\.nbytes|tensor sizes? mismatch(?:ed)? (?:across|"
         r"between) ranks",
-        "Look for a condition before one of the two lines that depends on the rank.",
+        "Look for a condition that depends on the rank before one of the two lines.",
     ),
     _root(
         "broken device",
         "hardware",
         r"broken device: rank (?P<rank>\d+)",
-        "Leave the host of the named rank out, start again, and let its GPU be checked "
-        "(dcgmi diag -r 3).",
+        "Leave out the host of the named rank, start again, and have its GPU checked (dcgmi "
+        "diag -r 3).",
     ),
     _root(
         "late step",
         "collective_timeout",
         r"rank (?P<rank>\d+) holds up step \d+",
-        "Look at the host of the named rank, then at what that rank did last.",
+        "Check the host of the named rank, then the last log lines of this rank.",
     ),
     _root(
         "silent rank",
         "collective_timeout",
         r"rank (?P<rank>\d+) is gone: silent for",
-        "Look at the host of the silent rank, then at what that rank logged last.",
+        "Check the host of the silent rank, then the last log lines of this rank.",
     ),
     _root(
         "dead rank",
         "killed",
         r"rank (?P<rank>\d+) is gone: its process was ended",
-        "Look at what the named rank logged last, and at its host's kernel log.",
+        "Check the last log lines of the named rank, and the kernel log of its host.",
     ),
     _root(
         "absent rank",
         "collective_timeout",
         r"rank (?P<rank>\d+) (?:did not come|sent nothing) (?:within|before)|"
         r"ranks? (?P<absent>\d+)(?:, \d+)* failed to (?:pass|reach) (?:the )?monitoredBarrier",
-        "Look at the host of the named rank, then at what that rank did last.",
+        "Check the host of the named rank, then the last log lines of this rank.",
     ),
     _root(
         "unlike weights",
         "replicas",
         r"UnlikeWeightsError|The copies were equal after|do not have the same weights any more",
-        "Start again from the checkpoint that the line names, or one before. A host named "
-        "twice has a broken GPU: leave it out.",
+        "Start again from the checkpoint that the line names, or an earlier one. A host that "
+        "is named twice has a broken GPU: leave it out.",
     ),
     _root(
         "unlike ranks",
@@ -324,16 +327,16 @@ RULES: tuple[Rule, ...] = (
         r"(?:^|\W)MemoryError\b|can't allocate memory|Cannot allocate memory|std::bad_alloc|"
         r"out of shared memory|insufficient shared memory|unable to (?:mmap|allocate shared)|"
         r"DataLoader worker \(pid \d+\) is killed by signal: (?:Bus error|Killed)",
-        "Fewer --num-workers or ranks on a host, no --async-save, a larger /dev/shm, or more "
-        "memory for the job.",
+        "Use fewer --num-workers or ranks on a host, --no-async-save, a larger /dev/shm, or "
+        "more memory for the job.",
     ),
     # -- Files.
     _root(
         "drive full",
         "storage_full",
-        r"No space left on device|the disk takes no more|Disk quota exceeded|Errno (?:28|"
+        r"No space left on device|the disk is full|Disk quota exceeded|Errno (?:28|"
         r"122)\]|File too large",
-        "Free space where --save points, or keep fewer checkpoints.",
+        "Free space on the file system of --save, or keep fewer checkpoints.",
     ),
     _root(
         "no permission",
@@ -341,15 +344,15 @@ RULES: tuple[Rule, ...] = (
         r"Permission denied|PermissionError|Operation not permitted|Read-only file system|"
         r"AccessDenied|403 Forbidden|40[13] Client Error|gated repo|may not be written|"
         r"cannot be written",
-        "Give the job's user the right on the path that the line names.",
+        "Give the job's user permission for the path that the line names.",
     ),
     # -- Numbers.
     _root(
         "spike",
         "spike",
         r"SpikeError|iteration \d+ is a spike: loss",
-        "Look at its documents (mcore-train explain DIR --step N); --auto-resume goes on with "
-        "the next batch.",
+        "Look at the documents of the step (mcore-train explain DIR --step N); --auto-resume "
+        "continues with the next batch.",
     ),
     _root(
         "not finite",
@@ -376,8 +379,8 @@ RULES: tuple[Rule, ...] = (
         r"(?:\.bin|\.idx|dataset)\b.{0,80}(?:corrupt|damaged|truncated|too short|cut off)|"
         r"(?:\.bin|\.idx) (?:has|holds|is)|"
         r"Caught \w+ in DataLoader worker|DataLoader worker \(pid\(s\) [\d, ]+\) exited",
-        "mcore-data inspect checks the files; the tokenizer of --tokenizer-type must be the "
-        "one that made them.",
+        "Check the files with mcore-data inspect, and that --tokenizer-type is the tokenizer "
+        "that wrote them.",
     ),
     # -- Checkpoints, before shapes: a checkpoint's shapes are not the layout's.
     _root(
@@ -394,7 +397,7 @@ RULES: tuple[Rule, ...] = (
         r"the checkpoint (?:holds|has|was|needs|in)|"
         r"checkpoint .{0,80}(?:damaged|cut off|incomplete|truncated|another model)|"
         r"Invalid access of peer .* checkpoint|unpickling stack underflow",
-        "Load the step before (--ckpt-step N), or give the model that the checkpoint holds.",
+        "Load an earlier step (--ckpt-step N), or give the options of the checkpoint's model.",
     ),
     # -- Packages.
     _root(
@@ -406,7 +409,7 @@ RULES: tuple[Rule, ...] = (
         r"no kernel image is available|provided PTX was compiled|"
         r"driver (?:version )?(?:on your system )?is (?:insufficient|too old)|"
         r"forward compatibility was attempted",
-        "Install what the line names on every host (uv sync --locked), or start the "
+        "Install the package that the line names on every host (uv sync --locked), or use an "
         "environment that has it.",
     ),
     # -- Sizes and layouts.
@@ -432,9 +435,9 @@ RULES: tuple[Rule, ...] = (
         r"NotADirectoryError|does not exist|"
         r"can't open file|there is no (?:file|folder|dataset)|404 (?:Client Error|Not Found)|"
         r"found no (?:file|dataset)|NoSuchKey|NoSuchBucket",
-        "Give a path that exists on every host; a local disk is not shared.",
+        "Give a path that exists on every host, not one on a local disk.",
     ),
-    # -- Processes that died without a word of their own.
+    # -- Processes that died without an exception.
     _root(
         "killed",
         "killed",
@@ -442,15 +445,15 @@ RULES: tuple[Rule, ...] = (
         r"failed \(exitcode: -9\) local_rank: (?P<local>\d+)|Signal 9 \(SIGKILL\)|"
         r"task (?P<task>\d+): Killed|^Killed\b|exited due to signal 9|"
         r"died with <Signals.SIGKILL",
-        "dmesg of its host tells whether memory was full; else somebody ended the process.",
+        "Check with dmesg on its host whether memory was full; else a user ended the process.",
     ),
     _root(
         "bus error",
         "crash",
         r"rank (?P<rank>\d+) was ended by SIGBUS|Fatal Python error: Bus error|"
         r"\(exitcode: -7\) local_rank: (?P<local>\d+)",
-        "A file that the rank maps lost its space: a dataset cut while it is read, a full "
-        "/dev/shm, or a full drive under --optimizer-offload-dir.",
+        "Check the files that the rank maps: a dataset truncated while it is read, a full "
+        "/dev/shm, or a full drive of --optimizer-offload-dir.",
     ),
     _root(
         "native crash",
@@ -466,8 +469,8 @@ RULES: tuple[Rule, ...] = (
         r"Floating point exception|"
         r"\(exitcode: -(?:11|6|4|8)\) local_rank: (?P<local>\d+)|"
         r"task (?P<task>\d+): (?:Segmentation fault|Aborted)",
-        "Start again once; the same rank again: CUDA_LAUNCH_BLOCKING=1 names the kernel, "
-        "another host tells the GPU from the program.",
+        "Start again. If the same rank crashes again, CUDA_LAUNCH_BLOCKING=1 names the kernel, "
+        "and another host shows whether the GPU or the program is at fault.",
     ),
     _root(
         "cancelled",
@@ -479,14 +482,14 @@ RULES: tuple[Rule, ...] = (
         "no such device",
         "config",
         r"invalid device ordinal|this host shows \d+\. Start",
-        "Start as many ranks on each host as nvidia-smi -L lists there.",
+        "Start one rank for each GPU that nvidia-smi -L lists on the host.",
     ),
-    # -- Refused options, and what no row before recognized.
+    # -- Refused options, and messages that no earlier row recognized.
     _root(
         "refused command",
         "config",
         r"^mcore-train: error: |^usage: |error: unrecognized arguments|error: argument ",
-        "Change what the line names.",
+        "Change the option that the line names.",
     ),
     _root(
         "exception",
@@ -501,7 +504,7 @@ RULES: tuple[Rule, ...] = (
         r"task (?P<task>\d+): Exited with exit code",
     ),
 )
-"""Rows in the order in which a line is compared with them; the first match counts."""
+"""Rows in the order of comparison; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,16 +513,16 @@ class Match:
 
     rule: Rule
     rank: int | None
-    """Rank that the line itself names as the one at fault."""
+    """Rank at fault that the line names."""
 
 
 _COMPILED = tuple((rule, re.compile(rule.pattern)) for rule in RULES)
 
 
 def recognize(text: str) -> Match | None:
-    """Return the first rule that one message matches, and the rank that the message names."""
+    """Return the first rule that a message matches, and the rank that the message names."""
     for rule, pattern in _COMPILED:
-        if found := pattern.search(text):
-            named = [value for value in found.groupdict().values() if value is not None]
-            return Match(rule, int(named[0]) if named else None)
+        if match := pattern.search(text):
+            ranks = [value for value in match.groupdict().values() if value is not None]
+            return Match(rule, int(ranks[0]) if ranks else None)
     return None

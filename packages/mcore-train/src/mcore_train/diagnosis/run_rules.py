@@ -1,10 +1,9 @@
-"""``mcore-train doctor RUN``: reads the numbers of a run, names the flag most likely to help.
+"""``mcore-train doctor RUN``: reads the metrics of a run, names the flag most likely to help.
 
-``RULES`` are the usual diagnosis tables of large-model training: memory, a loss that jumps or
-stays, low efficiency, vanishing gradients, experts out of balance. Each rule reads the rows of
-``metrics.jsonl`` that later attempts kept. Rules on memory and time try their options in the
-planner (``planning.gain``) and name the best one; the planner has no model of the loss, so that
-rules on the loss have no predicted gain.
+``RULES`` cover the usual problems of large-model training: memory, a loss that oscillates or
+does not fall, low efficiency, vanishing gradients, imbalance of experts. Rules on memory and
+time predict their options with the planner (``planning.gain``) and name the best one. The
+planner has no model of the loss, so rules on the loss have no predicted gain.
 """
 
 import json
@@ -16,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
+from mcore_train.diagnosis.memory_remedies import MemoryRecord, cheapest_remedy
 from mcore_train.diagnosis.planned_run import PlannedRun, plan_run
 from mcore_train.diagnosis.triage import triage
 from mcore_train.planning.gain import Gain, faster_changes, shorter_bubbles
@@ -25,34 +24,28 @@ from mcore_train.planning.system import system_of_device
 from mcore_train.reporting.log import METRICS, read_metrics
 
 LEAST_REPORTS = 8
-"""Reports that a rule on a trend needs."""
+"""Smallest number of reports for a rule on a trend."""
 GOOD_MFU = 0.4
-"""Share of the peak below which a dense run on more than one host is worth a look."""
+"""Model FLOPs utilization below which a run is reported."""
 JUMP = 0.2
-"""Rise of the loss, as a share, that counts as a jump."""
+"""Relative rise of the loss that counts as a jump."""
 NOISE = 0.05
-"""Standard deviation of the loss about its trend, as a share, that counts as oscillation."""
+"""Relative standard deviation of the loss about its trend that counts as oscillation."""
 VANISHING = 1e-3
-"""Share of the first gradient norms that counts as vanished."""
+"""Late over early gradient norm below which gradients count as vanished."""
 FULL_SHARE = 0.92
-"""Share of a GPU's memory above which a run is near its limit."""
+"""Share of a GPU's memory above which a run is reported."""
 LARGE_BUBBLE = 0.1
-"""Share of a step in which pipeline ranks wait for each other that is worth a look."""
+"""Share of the pipeline bubble in a step above which a run is reported."""
 LEAST_GAIN = 0.01
-"""Predicted gain in tokens per second from which an option is worth a restart."""
+"""Smallest predicted gain in tokens per second of an option that is named."""
 SLOWER = 1.15
-"""Measured over predicted time of a step from which the options are not the reason."""
-LARGE_BUBBLE = 0.1
-"""Share of a step in which pipeline ranks wait for each other that is worth a look."""
-LEAST_GAIN = 0.01
-"""Predicted gain in tokens per second from which an option is named."""
-SLOWER = 1.15
-"""Measured over predicted step time from which the cluster is suspected, not the options."""
+"""Measured over predicted step time above which the cluster, not the options, is suspected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What a run folder holds."""
+    """Facts of a run folder."""
 
     reports: Sequence[Mapping[str, Any]] = ()
     """Rows of kind ``train``, in order."""
@@ -61,15 +54,15 @@ class RunFacts:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that differ from their defaults, by field."""
     fault: str = ""
-    """Class that triage gives the logs of the run, where there are any."""
+    """Class of the failure by triage of the logs; "" without logs."""
     advice: str = ""
-    """Of triage."""
+    """Advice of triage."""
     memory: MemoryRecord | None = None
-    """Of a run out of GPU memory, by triage."""
+    """Memory of a run out of GPU memory, by triage."""
     planned: PlannedRun | None = None
-    """None where the planner cannot predict the run."""
+    """Inputs of the planner; None if the planner cannot predict the run."""
     unplanned: str = ""
-    """Why not."""
+    """Reason why the planner cannot predict the run."""
 
     def option(self, name: str, default: Any = 0) -> Any:
         """Return an option of the run."""
@@ -87,18 +80,18 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that is not as it should be."""
+    """One problem of a run."""
 
     name: str
     seen: str
-    """The numbers that show it."""
+    """Numbers that show the problem."""
     flag: str
     """Option most likely to help."""
     why: str
-    """What the option changes."""
+    """Effect of the option."""
     gain: str = ""
-    """What it would gain, by the planner or by the numbers of the run; else why no gain can be
-    predicted."""
+    """Gain of the option, by the planner or by the numbers of the run, or the reason why it
+    cannot be predicted."""
 
 
 Rule = Callable[[RunFacts], Diagnosis | None]
@@ -109,8 +102,8 @@ def read_run(folder: Path) -> RunFacts:
     """Read metrics, recipe and logs of a run folder.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if it holds neither metrics nor logs.
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if the folder has neither metrics nor logs.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist: give the --save folder of a run.")
@@ -127,10 +120,7 @@ def read_run(folder: Path) -> RunFacts:
     planned, unplanned = None, ""
     try:
         planned = plan_run(header, options)
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # such as an unknown GPU or a lost tokenizer
+    except (ValueError, OSError) as error:  # such as an unknown GPU or a missing tokenizer
         unplanned = str(error).splitlines()[0]
     return RunFacts(
         reports=[row for row in rows if row["kind"] == "train"],
@@ -163,9 +153,9 @@ def _memory(run: RunFacts) -> Diagnosis | None:
         recompute=run.option("recompute_granularity", ""),
         micro_batch_size=run.option("micro_batch_size", 1),
     )
-    flag, _, why = cheapest_mend(record).partition(": ")
+    flag, _, why = cheapest_remedy(record).partition(": ")
     if flag.startswith("PYTORCH_ALLOC_CONF") or record.phase in ("save", "validation"):
-        gain = "not predicted: the planner counts what a training step allocates"
+        gain = "not predicted: the planner only counts the allocations of a training step"
         return Diagnosis("memory", seen, flag, why, gain)
     if run.planned is None:
         return Diagnosis("memory", seen, flag, why, _no_prediction(run))
@@ -246,7 +236,7 @@ def _vanishing(run: RunFacts) -> Diagnosis | None:
     return Diagnosis("vanishing gradients", seen, "--init-method-std", why, OF_THE_LOSS)
 
 
-def _staying(run: RunFacts) -> Diagnosis | None:
+def _stagnating(run: RunFacts) -> Diagnosis | None:
     losses = run.series("loss")
     if len(losses) < LEAST_REPORTS:
         return None
@@ -326,17 +316,16 @@ def _bubble(run: RunFacts) -> Diagnosis | None:
 
 
 def _fastest(gains: Sequence[Gain]) -> Gain | None:
-    """Return the first gain, of those that are worth a restart and fit the GPU."""
-    worthy = [gain for gain in gains if gain.fits and gain.faster > LEAST_GAIN]
-    return worthy[0] if worthy else None
+    """Return the first gain that fits the GPU and exceeds ``LEAST_GAIN``."""
+    return next((gain for gain in gains if gain.fits and gain.faster > LEAST_GAIN), None)
 
 
 def _no_prediction(run: RunFacts) -> str:
     return f"not predicted: {run.unplanned or 'the run is not known to the planner'}"
 
 
-def _behind(run: RunFacts) -> Diagnosis | None:
-    """Compare steps with their prediction: no option explains what is slower than that."""
+def _slower_than_planned(run: RunFacts) -> Diagnosis | None:
+    """Compare measured step times with the prediction for the same options."""
     times = run.series("step_ms")[1:]
     if run.planned is None or len(times) < LEAST_REPORTS:
         return None
@@ -378,24 +367,24 @@ RULES: tuple[Rule, ...] = (
     _memory,
     _not_finite,
     _jumping,
-    _staying,
+    _stagnating,
     _vanishing,
     _skipping,
     _imbalance,
     _bubble,
-    _behind,
+    _slower_than_planned,
     _slow,
 )
-"""In the order of the page: what ends a run first, what makes it slow last."""
+"""Rules in the order of the page: failures first, low speed last."""
 
 
 def diagnose(run: RunFacts) -> list[Diagnosis]:
-    """Apply every rule; return what is not as it should be."""
-    return [found for rule in RULES if (found := rule(run)) is not None]
+    """Apply every rule; return the problems of a run."""
+    return [diagnosis for rule in RULES if (diagnosis := rule(run)) is not None]
 
 
-def run_page(folder: Path, run: RunFacts, found: Sequence[Diagnosis]) -> str:
-    """Write the diagnoses for a person."""
+def run_page(folder: Path, run: RunFacts, diagnoses: Sequence[Diagnosis]) -> str:
+    """Format diagnoses as text."""
     steps = run.reports[-1]["iteration"] if run.reports else 0
     lines = [f"{folder}: {steps} steps, {len(run.reports)} reports"]
     if run.planned is not None:
@@ -403,16 +392,18 @@ def run_page(folder: Path, run: RunFacts, found: Sequence[Diagnosis]) -> str:
         shares = sorted(step.parts.items(), key=lambda part: -part[1])
         text = ", ".join(f"{name} {seconds / step.total:.0%}" for name, seconds in shares[:8])
         lines.append(f"a step by the planner, {step.total:.3g} s: {text}")
-    for one in found:
-        lines.append(f"{one.name}: {one.seen}")
-        lines.append(f"  try {one.flag}: {one.why}" if one.flag else f"  {one.why}")
-        if one.gain:
-            lines.append(f"  gain: {one.gain}")
-    if not found:
+    for problem in diagnoses:
+        lines.append(f"{problem.name}: {problem.seen}")
+        lines.append(
+            f"  try {problem.flag}: {problem.why}" if problem.flag else f"  {problem.why}"
+        )
+        if problem.gain:
+            lines.append(f"  gain: {problem.gain}")
+    if not diagnoses:
         lines.append("memory, loss, gradients and efficiency are as expected")
     return "\n".join(lines)
 
 
-def run_json(found: Sequence[Diagnosis]) -> str:
-    """Write the diagnoses for programs."""
-    return json.dumps([asdict(one) for one in found])
+def run_json(diagnoses: Sequence[Diagnosis]) -> str:
+    """Return diagnoses as a JSON list."""
+    return json.dumps([asdict(diagnosis) for diagnosis in diagnoses])

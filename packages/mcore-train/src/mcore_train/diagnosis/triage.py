@@ -1,15 +1,16 @@
-"""Why a run died: the first real error over all ranks, its class, and what to do about it.
+"""Determines why a run failed: the first error of all ranks, its class, and what to do.
 
-``triage(folder)`` reads the logs below a folder and returns a ``Verdict``. Of all findings it
-tells the cause from the reactions of other ranks and from the end of the job:
+``triage(folder)`` reads the logs of a folder and returns a ``Verdict``. It separates the cause
+from the reactions of other ranks and from messages of the job's end. Causes in this order of
+precedence:
 
-1. A broken device, by its own word or the kernel's, explains everything else.
-2. The scheduler's end (preemption, time limit) and a kill by the kernel for memory explain what
-   is not clearly earlier.
-3. Exceptions, the one that the watchdog saw first before others, then by time.
+1. A broken device, reported by the device or the kernel.
+2. The end by the scheduler (preemption, time limit) or a kill for memory by the kernel, unless
+   an exception is clearly earlier.
+3. Exceptions: first the one that the watchdog reports, then by time.
 4. Processes that were killed or crashed without an exception.
-5. Ranks that did not come to a collective, and failures of the network.
-6. Where there are reactions alone, the ranks that have none.
+5. Ranks that did not reach a collective, and failures of the network.
+6. If there are only reactions, the ranks without one.
 """
 
 import json
@@ -21,11 +22,11 @@ from pathlib import Path
 from mcore_train.diagnosis.continue_command import continue_command, recorded_command
 from mcore_train.diagnosis.flight_recorder import AbsentRanks, read_dumps
 from mcore_train.diagnosis.log_reader import Finding, LogFile, read_logs
-from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend, memory_record
+from mcore_train.diagnosis.memory_remedies import MemoryRecord, cheapest_remedy, memory_record
 from mcore_train.diagnosis.rules import FAULTS
 
 SAME_MOMENT_S = 120.0
-"""An exception so much earlier than the end by scheduler or kernel is a cause itself."""
+"""An exception so long before the end by scheduler or kernel is the cause."""
 _ENDS = ("preemption", "time_limit", "host_memory")
 _DIED = ("killed", "crash", "cancelled")
 _APART = ("network", "collective_timeout", "rendezvous")
@@ -39,31 +40,31 @@ class Verdict:
     """Why a run ended."""
 
     fault: str
-    """Its class, one of ``FAULTS``."""
+    """Class of the failure, one of ``FAULTS``."""
     retry: bool
     """Whether to start the same command again."""
     exit_code: int
-    """Of the command: 0 for a run that finished, 10 to 29 stop, 30 and above retry."""
+    """Exit code of triage: 0 for a finished run, 10 to 29 stop, 30 and above retry."""
     root_ranks: tuple[int, ...]
-    """Ranks at fault, the first one first; empty where the cause is outside, or not known."""
+    """Ranks at fault, the first rank first; empty if the cause is no rank, or not known."""
     hosts: tuple[str, ...]
-    """Hosts of these ranks, as far as the logs name them."""
+    """Hosts of these ranks, if the logs name them."""
     exclude_hosts: tuple[str, ...]
     """Hosts to leave out of the next attempt: those whose hardware failed."""
     message: str
     """The line that reports the cause."""
     place: str
-    """Line of code or collective at fault; empty: not known."""
+    """Line of code or collective at fault; "" if not known."""
     file: str
-    """Log that holds the message."""
+    """Log with the message."""
     step: int | None
     """Last step that the logs report."""
     advice: str
     command: str
-    """Command line that continues the run, with the option that mends the failure where there
-    is one; empty: no option does."""
+    """Command line that continues the run, with the option that fixes the failure if there is
+    one; "" if the run must not be continued unchanged."""
     memory: MemoryRecord | None
-    """Of a run out of GPU memory."""
+    """Memory of a run out of GPU memory."""
     num_logs: int
     num_cascade: int
     """Findings that are reactions to another rank's failure."""
@@ -71,13 +72,13 @@ class Verdict:
     """Findings that belong to the end of the job."""
 
     def to_json(self) -> str:
-        """Write the verdict for a scheduler."""
+        """Return the verdict as JSON."""
         return json.dumps(asdict(self))
 
     def page(self) -> str:
-        """Write the verdict for a person."""
+        """Format the verdict as text."""
         summary = FAULTS[self.fault].summary
-        ranks = _numbers(self.root_ranks) or "none"
+        ranks = _list_some(self.root_ranks) or "none"
         lines = [
             f"{self.fault}: {summary}",
             f"retry: {'yes' if self.retry else 'no'}",
@@ -98,8 +99,8 @@ class Verdict:
         if self.command:
             lines.append(f"continue: {self.command}")
         lines.append(
-            f"read: {self.num_logs} logs; {self.num_cascade} reactions to it, "
-            f"{self.num_teardown} lines of the job's end"
+            f"read: {self.num_logs} logs; {self.num_cascade} reactions to the failure, "
+            f"{self.num_teardown} messages of the job's end"
         )
         return "\n".join(lines)
 
@@ -108,12 +109,12 @@ def triage(folder: str | Path) -> Verdict:
     """Read the logs of a run that ended; return why it ended and whether to retry.
 
     Args:
-        folder: of the logs of all ranks, at any depth, with the launcher's, Slurm's and the
-            kernel's logs and dumps of the flight recorder where there are any; or one file.
+        folder: folder of the logs of all ranks, at any depth; it may also have logs of the
+            launcher, Slurm and the kernel, and dumps of the flight recorder. Or one log file.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if it holds no log.
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if the folder has no logs.
     """
     folder = Path(folder)
     logs = read_logs(folder)
@@ -129,15 +130,15 @@ def triage(folder: str | Path) -> Verdict:
 
 
 def _cause(findings: Sequence[Finding]) -> Finding | None:
-    """Return the first of the causes by the order of this module's docstring."""
+    """Return the cause by the order of precedence in the module docstring; None without one."""
     reacting = {f.rank for f in findings if f.rule.role == "cascade" and not f.place}
-    # Monitors of ft_launcher kill every rank whose section is over its time.
+    # ft_launcher's monitors kill every rank whose section exceeds its time.
     by_monitor = ("killed",) * any(f.rule.name == "section timed out" for f in findings)
     roots = [
         finding
         for finding in findings
         if finding.rule.role == "root"
-        # A rank that ended after it reported another rank's failure is no cause.
+        # A rank that ended after it reported another rank's failure is not a cause.
         and not (
             finding.rule.name in ("native crash", "exit code") and finding.rank in reacting
         )
@@ -147,11 +148,11 @@ def _cause(findings: Sequence[Finding]) -> Finding | None:
     for finding in roots:
         by_tier.setdefault(_tier(finding), []).append(finding)
     for tier in sorted(by_tier):
-        chosen = _first(by_tier[tier])
-        earlier = [f for f in by_tier.get(3, ()) if _is_clearly_earlier(f, chosen)]
+        first = _first(by_tier[tier])
+        earlier = [f for f in by_tier.get(3, ()) if _is_clearly_earlier(f, first)]
         if tier == 2 and earlier:
             return _first(earlier)
-        return chosen
+        return first
     return None
 
 
@@ -169,7 +170,7 @@ def _tier(finding: Finding) -> int:
 
 
 def _first(findings: Sequence[Finding]) -> Finding:
-    """Return the first: the watchdog's before times, special classes before ``program``."""
+    """Return the first finding: by the watchdog, then by time, then special classes first."""
 
     def order(finding: Finding) -> tuple[bool, bool, float, bool, int, int]:
         rank = finding.rank
@@ -192,12 +193,12 @@ def _is_clearly_earlier(finding: Finding, end: Finding) -> bool:
 
 
 def _ranks_alike(cause: Finding, findings: Iterable[Finding]) -> tuple[int, ...]:
-    """Return the ranks that report the same message as the cause, which comes first."""
+    """Return the rank of the cause, and then the other ranks that report the same message."""
     if cause.rule.outside and cause.rule.fault in _ENDS and not cause.is_named:
         killed = {f.rank for f in findings if f.rule.fault == "killed" and f.rank is not None}
         return tuple(sorted(killed)) if cause.rule.fault == "host_memory" else ()
     if cause.rank is None:
-        # The kernel names a device; the rank that used it had an error of its own.
+        # The kernel names a device, not a rank; the only rank with an error used the device.
         others = {f.rank for f in findings if f.rule.role == "root" and f.rank is not None}
         return tuple(sorted(others)) if len(others) == 1 else ()
     if cause.is_named:
@@ -222,7 +223,7 @@ def _without_cause(
     findings: Sequence[Finding],
     absent: AbsentRanks | None,
 ) -> Verdict:
-    """Judge logs in which no rank reports a cause: reactions, the job's end, or nothing."""
+    """Return the verdict for logs without a cause: reactions, the job's end, or nothing."""
     cascade = [finding for finding in findings if finding.rule.role == "cascade"]
     if absent is not None:
         first = _first(cascade) if cascade else None
@@ -230,37 +231,36 @@ def _without_cause(
     if cascade:
         timeouts = [f for f in cascade if f.rule.fault == "collective_timeout"]
         first = _first(timeouts or cascade)
-        ranks = _behind(timeouts, cascade) if timeouts else ()
+        ranks = _late_ranks(timeouts, cascade) if timeouts else ()
         if not ranks:
-            heard = {finding.rank for finding in cascade}
-            known = {log.rank for log in logs if log.rank is not None}
-            ranks = tuple(sorted(known - heard))
+            reacting = {finding.rank for finding in cascade}
+            ranks = tuple(sorted({log.rank for log in logs if log.rank is not None} - reacting))
         return _verdict(folder, logs, first, first.rule.fault, ranks, first.text)
     if findings:
         return _verdict(folder, logs, findings[0], "killed", (), findings[0].text)
-    is_over = any(_is_over(log.path) for log in logs)
-    return _verdict(folder, logs, None, "finished" if is_over else "unknown", (), "")
+    is_finished = any(_is_finished(log.path) for log in logs)
+    return _verdict(folder, logs, None, "finished" if is_finished else "unknown", (), "")
 
 
-def _behind(timeouts: Sequence[Finding], cascade: Sequence[Finding]) -> tuple[int, ...]:
-    """Return the ranks that had begun fewer collectives than the one that timed out."""
-    waited = [int(found[1]) for f in timeouts if (found := _SEQUENCE.search(f.text))]
-    groups = {found[1] for f in timeouts if (found := _GROUP.search(f.text))}
-    begun: dict[int, int] = {}
+def _late_ranks(timeouts: Sequence[Finding], cascade: Sequence[Finding]) -> tuple[int, ...]:
+    """Return the ranks that had not yet called the collective that timed out."""
+    waited = [int(match[1]) for f in timeouts if (match := _SEQUENCE.search(f.text))]
+    groups = {match[1] for f in timeouts if (match := _GROUP.search(f.text))}
+    last_call: dict[int, int] = {}  # number of the last collective by rank
     for finding in cascade:
         group = _GROUP.search(finding.text)
         if group is not None and len(groups) == 1 and group[1] not in groups:
             continue
-        if finding.rank is not None and (found := _WORK.search(finding.text)):
-            begun[finding.rank] = max(begun.get(finding.rank, 0), int(found[1]))
-    if not begun:
+        if finding.rank is not None and (match := _WORK.search(finding.text)):
+            last_call[finding.rank] = max(last_call.get(finding.rank, 0), int(match[1]))
+    if not last_call:
         return ()
-    needed = max(waited, default=max(begun.values()))
-    return tuple(sorted(rank for rank, number in begun.items() if number < needed))
+    needed = max(waited, default=max(last_call.values()))
+    return tuple(sorted(rank for rank, number in last_call.items() if number < needed))
 
 
-def _is_over(path: Path) -> bool:
-    """Whether the end of a log reports the last step, or an end that was requested."""
+def _is_finished(path: Path) -> bool:
+    """Whether the end of a log reports the last step, or a requested stop."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16)))
         tail = file.read()
@@ -289,9 +289,11 @@ def _verdict(
         memory = memory_record(
             cause.file, cause.offset, message, ranks[0] if ranks else None, logs
         )
-        advice = cheapest_mend(memory)
+        advice = cheapest_remedy(memory)
     elif fault in ("collective_timeout", "network") and not advice:
-        advice = "Look at the host of the ranks at fault, then at what they logged last."
+        advice = (
+            "Check the hosts of the ranks at fault, then the last log lines of these ranks."
+        )
     file = "" if cause is None else _relative(cause.file, folder)
     return Verdict(
         fault=fault,
@@ -318,16 +320,16 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _command(logs: Sequence[LogFile], fault: str, advice: str, message: str) -> str:
-    """Return how to continue the run that wrote the logs from its last checkpoint."""
+    """Return the command that continues the run from its last checkpoint."""
     retry = FAULTS[fault].retry
     if words := recorded_command(logs):
         return continue_command(words, fault, retry, advice, message)
     return "the same command; with --save also --auto-resume" if retry else ""
 
 
-def _numbers(ranks: Sequence[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
+def _list_some(ranks: Sequence[int], limit: int = 8) -> str:
+    text = ", ".join(map(str, ranks[:limit]))
+    return text if len(ranks) <= limit else f"{text} and {len(ranks) - limit} more"
 
 
 def _indented(text: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""Golden cases and the recipes that run them, read from YAML files below one folder.
+"""Reads golden cases and the recipes that run them from YAML files of one folder.
 
-A case is a folder ``test_cases/MODEL/CASE``. Its ``model_config.yaml`` adds to those of the
-folders above it: each level first gives what all lanes share, then, under ``LANES``, what one
-lane changes. A recipe, ``recipes/LANE/NAME.yaml``, names the cases of a lane, their ranks and
-limits; ``products`` multiplies its lists. Names of keys are Megatron's.
+A case is a folder ``test_cases/MODEL/CASE``. Its ``model_config.yaml`` extends those of the
+parent folders; each file has options of all lanes, and under ``LANES`` the changes of single
+lanes. A recipe, ``recipes/LANE/NAME.yaml``, names the cases of a lane, their ranks and limits;
+``products`` multiplies its lists. Names of keys are Megatron's.
 """
 
 import itertools
@@ -14,18 +14,18 @@ from typing import Any
 
 CONFIG = "model_config.yaml"
 BROKEN = "-broken"
-"""End of a scope whose jobs are listed and not run."""
+"""Suffix of a scope whose jobs are listed but not run."""
 STEPS = 100
-"""Steps of a whole golden run."""
+"""Steps of a complete golden run."""
 RECORDED = (1, 2, 3, 4, *range(10, STEPS + 1, 10))
-"""Steps whose numbers are kept: the first ones are those of the smoke tier."""
+"""Steps whose numbers are recorded; the smoke tier runs the first four."""
 CLASSES = ("exact", "approximate", "statistical")
 METRICS = ("loss", "grad_norm", "skipped_steps", "checkpoint", "step_ms", "peak_gib")
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """How much of the golden runs is run."""
+    """Number of steps, and scope of the jobs."""
 
     steps: int
     scope: str
@@ -46,12 +46,12 @@ class Case:
     """MODEL/CASE."""
     folder: Path
     command: str
-    """Of mcore-train: gpt, mamba, bert or t5."""
+    """Command of mcore-train: gpt, mamba, bert or t5."""
     words: tuple[str, ...]
     """Options of the command."""
     env: Mapping[str, str]
     test_type: str
-    """regular, or ckpt-resume: stopped and continued half-way."""
+    """regular, or ckpt-resume: stopped half-way and continued."""
     metrics: Mapping[str, str]
     """Class of comparison by metric."""
 
@@ -68,20 +68,20 @@ class Job:
     model: str
     test_case: str
     platforms: str
-    """Lane that the job belongs to."""
+    """Lane of the job."""
     scope: str
     build: str = "mcore"
     environment: str = "dev"
     """Image, dev or lts."""
     nodes: int = 1
     gpus: int = 1
-    """Ranks of a host; on a CPU lane processes."""
+    """Ranks of a host; processes on a CPU lane."""
     n_repeat: int = 1
     time_limit: float = 300.0
-    """Seconds of one repetition."""
+    """Time limit of one repetition, in seconds."""
     script_setup: str = ""
     script: str = ""
-    """What a scheduler runs for this job."""
+    """Command that a scheduler runs for this job."""
     maintainers: tuple[str, ...] = ()
     loggers: tuple[str, ...] = field(default=("stdout",))
 
@@ -96,15 +96,15 @@ def read_jobs(root: Path, lane: str) -> list[Job]:
 
     Raises:
         FileNotFoundError: if the lane has no recipe.
-        ValueError: for a recipe that is not understood, one that names a case that does not
-            exist, and a case with values of this lane that no recipe runs any more.
+        ValueError: if a recipe is malformed or names a case that does not exist, or if a case
+            has values of this lane and no recipe runs it.
     """
     folder = root / "recipes" / lane
     files = sorted(folder.glob("*.yaml"))
     if not files:
         lanes = sorted(path.name for path in (root / "recipes").glob("*"))
         raise FileNotFoundError(
-            f"--lane {lane} has no recipes in {folder}; there are {', '.join(lanes)}."
+            f"--lane {lane} has no recipes in {folder}: use one of {', '.join(lanes)}."
         )
     jobs = [job for file in files for job in expand_recipe(read_yaml(file), file)]
     running = {job.case_name for job in jobs}
@@ -117,8 +117,8 @@ def read_jobs(root: Path, lane: str) -> list[Job]:
         name = f"{path.parent.parent.name}/{path.parent.name}"
         if name not in running:
             faults.append(
-                f"{name} has {path.name} and stopped running: no recipe in {folder} names it. "
-                "Add it to one, or delete its values."
+                f"{name} has {path.name}, and no recipe in {folder} runs it any more. Add it "
+                "to a recipe, or delete its values."
             )
     if faults:
         raise ValueError("\n".join(faults))
@@ -129,7 +129,7 @@ def expand_recipe(recipe: Mapping[str, Any], file: Path) -> list[Job]:
     """Return a job for every combination of the lists in a recipe's ``products``.
 
     Raises:
-        ValueError: for another type or format, or a key that no job has.
+        ValueError: if type, format or a key is unknown.
     """
     if recipe.get("type") != "basic" or recipe.get("format_version") != 1:
         raise ValueError(f"{file}: type basic and format_version 1 are required.")
@@ -141,8 +141,8 @@ def expand_recipe(recipe: Mapping[str, Any], file: Path) -> list[Job]:
     jobs = []
     for row in _rows(recipe["products"]):
         fields: dict[str, Any] = shared | row
-        if strange := sorted(set(fields) - set(Job.__dataclass_fields__)):
-            raise ValueError(f"{file}: no key of a job is called {strange[0]}.")
+        if unknown := sorted(set(fields) - set(Job.__dataclass_fields__)):
+            raise ValueError(f"{file}: unknown key {unknown[0]} of a job.")
         for key in ("name", "script_setup", "script"):
             fields[key] = str(fields.get(key, "")).format(**fields)
         jobs.append(Job(**fields))
@@ -150,21 +150,21 @@ def expand_recipe(recipe: Mapping[str, Any], file: Path) -> list[Job]:
 
 
 def _rows(products: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield each combination of the products' lists, with those of nested products."""
+    """Yield each combination of the values of a product and of its nested products."""
     for product in products:
-        own = {key: value for key, value in product.items() if key != "products"}
-        lists = [value if isinstance(value, list) else [value] for value in own.values()]
+        fields = {key: value for key, value in product.items() if key != "products"}
+        lists = [value if isinstance(value, list) else [value] for value in fields.values()]
         for values in itertools.product(*lists):
-            row = dict(zip(own, values, strict=True))
+            row = dict(zip(fields, values, strict=True))
             for inner in _rows(product["products"]) if "products" in product else ({},):
                 yield row | inner
 
 
 def read_case(root: Path, name: str, lane: str) -> Case:
-    """Read a case as a lane runs it.
+    """Read a case with the options of a lane.
 
     Raises:
-        ValueError: for a key, metric, class or type of test that does not exist.
+        ValueError: if a key, metric, class or type of test is unknown.
     """
     top = root / "test_cases"
     folder = top / name
@@ -203,7 +203,7 @@ def read_case(root: Path, name: str, lane: str) -> Case:
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield options as words; ``true`` and ``false`` are switches, null leaves one out."""
+    """Yield options as words; ``true`` and ``false`` are switches, null omits the option."""
     for flag, value in options.items():
         if isinstance(value, bool):
             yield flag if value else flag.replace("--", "--no-", 1)
@@ -216,7 +216,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping.
 
     Raises:
-        ValueError: if pyyaml is missing, or the file is no mapping.
+        ValueError: if pyyaml is missing, or the file is not a mapping.
     """
     try:
         import yaml

@@ -1,4 +1,4 @@
-"""``mcore-train golden``: run golden cases, compare their values, record new ones."""
+"""``mcore-train golden``: runs golden cases, compares their values, records new values."""
 
 import fnmatch
 import json
@@ -38,7 +38,7 @@ verbs:
   list            the jobs of a lane's recipes
   run             train the cases of a lane and compare their values
   compare OUTPUT  compare the values of an earlier run again
-  update OUTPUT   show how far its values moved, and record them with --reason
+  update OUTPUT   show how much the values of a run moved; record them with --reason
 
 examples:
   mcore-train golden run --tier smoke
@@ -51,7 +51,7 @@ mcore-train golden VERB --help shows a verb's options."""
 def list_jobs(
     lane: str = "cpu", root: str = "tests/functional_tests", as_json: bool = False
 ) -> int:
-    """Print the jobs of a lane's recipes, with what a scheduler runs for each.
+    """Print the jobs of a lane's recipes, with the command of each job.
 
     Args:
         lane: folder of recipes, such as cpu or h100.
@@ -77,18 +77,18 @@ def run(
     output: str = "golden-runs",
     root: str = "tests/functional_tests",
 ) -> int:
-    """Train the cases of a lane one after another and compare their values.
+    """Train the cases of a lane in sequence, and compare their values with recorded ones.
 
     Exit codes: 0 if every case ran and agrees, 1 otherwise.
 
     Args:
         lane: folder of recipes and name of the values, such as cpu or h100.
         tier: smoke: 4 steps; golden: 100 steps; slim: 100 steps of a few cases.
-        scope: of the recipes' jobs; empty: that of the tier.
-        environment: image that the run is in; jobs of the other one are left out.
-        case: patterns of cases, such as moe/*; empty: all.
-        n_repeat: runs of each case; 0: as its recipe gives.
-        output: folder for values and logs; what a run of the same name left is replaced.
+        scope: scope of the recipes' jobs; empty: the scope of the tier.
+        environment: image of this run; jobs of the other image are left out.
+        case: patterns of cases, such as moe/*; empty: all cases.
+        n_repeat: runs of each case; 0: the number in its recipe.
+        output: folder for values and logs; files of earlier runs are replaced.
         root: folder of recipes and test_cases.
     """
     from mcore_train.golden.ranks import run_case
@@ -113,19 +113,19 @@ def run(
     cases = [(job, read_case(Path(root), job.case_name, lane)) for job in jobs]
     started_s, num_faults = time.monotonic(), 0
     for job, each in cases:
-        place = folder / each.name
-        place.mkdir(parents=True, exist_ok=True)
-        (place / RESULTS).unlink(missing_ok=True)
+        case_folder = folder / each.name
+        case_folder.mkdir(parents=True, exist_ok=True)
+        (case_folder / RESULTS).unlink(missing_ok=True)
         case_s, results = time.monotonic(), []
         try:
             for repetition in range(1, (n_repeat or job.n_repeat) + 1):
-                runs = place / str(repetition)
-                results.append(run_case(each, job, TIERS[tier].steps, runs))
+                run_folder = case_folder / str(repetition)
+                results.append(run_case(each, job, TIERS[tier].steps, run_folder))
         except (RuntimeError, TimeoutError) as error:
-            (place / RESULTS).write_text(json.dumps({"fault": str(error)}))
+            (case_folder / RESULTS).write_text(json.dumps({"fault": str(error)}))
         else:
-            (place / RESULTS).write_text(json.dumps({"results": results}))
-        num_faults += _report(each, lane, place, f"{time.monotonic() - case_s:.1f} s")
+            (case_folder / RESULTS).write_text(json.dumps({"results": results}))
+        num_faults += _report(each, lane, case_folder, f"{time.monotonic() - case_s:.1f} s")
     print(
         f"{len(cases) - num_faults} of {len(cases)} cases agree, "
         f"{time.monotonic() - started_s:.0f} s"
@@ -136,7 +136,7 @@ def run(
 def compare(output: str, /, root: str = "tests/functional_tests") -> int:
     """Compare the values of an earlier run with the recorded ones.
 
-    A case that the run was to train and has no values of is a fault.
+    A selected case without values is a fault.
 
     Args:
         output: folder of the run.
@@ -150,20 +150,21 @@ def compare(output: str, /, root: str = "tests/functional_tests") -> int:
 
 
 def update(output: str, /, reason: str = "", root: str = "tests/functional_tests") -> int:
-    """Show how far the values of a run moved, and record them if a reason is given.
+    """Show how much the values of a run moved, and record them if a reason is given.
 
-    Exit codes: 0, or 1 if a case of the run has no values to record.
+    Exit codes: 1 if a case of the run has no values to record, else 0.
 
     Args:
         output: folder of a run of 100 steps.
-        reason: why the values changed; kept beside them. Empty: nothing is written.
+        reason: why the values changed, recorded with them; empty: nothing is written.
         root: folder of recipes and test_cases.
     """
     selection, cases = _read_run(Path(output), Path(root))
     lane = selection["lane"]
     if TIERS[selection["tier"]].steps != TIERS["golden"].steps:
         raise ValueError(
-            f"{output} has a run of the tier {selection['tier']}: record 100 steps."
+            f"{output} is a run of the tier {selection['tier']}: only runs of 100 steps can be "
+            "recorded, use --tier golden."
         )
     changed, faults = [], []
     for case in cases:
@@ -192,25 +193,27 @@ def update(output: str, /, reason: str = "", root: str = "tests/functional_tests
 def _read_run(folder: Path, root: Path) -> tuple[dict[str, Any], list[Case]]:
     """Read the options of a recorded run."""
     if not (folder / RUN_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no golden run: it has no {RUN_FILE}.")
+        raise FileNotFoundError(
+            f"{folder} is not the output of a golden run: it has no {RUN_FILE}."
+        )
     selection = json.loads((folder / RUN_FILE).read_text())
     return selection, [read_case(root, name, selection["lane"]) for name in selection["cases"]]
 
 
-def _read_results(place: Path) -> tuple[list[Mapping[str, Any]], str]:
-    """Read the repetitions of a case, or the reason why a case has no results."""
-    if not (place / RESULTS).is_file():
-        return [], f"it did not run: no {place / RESULTS}"
-    content = json.loads((place / RESULTS).read_text())
+def _read_results(case_folder: Path) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the repetitions of a case, or the reason why the case has no results."""
+    if not (case_folder / RESULTS).is_file():
+        return [], f"it did not run: no {case_folder / RESULTS}"
+    content = json.loads((case_folder / RESULTS).read_text())
     return content.get("results", []), content.get("fault", "")
 
 
-def _report(case: Case, lane: str, place: Path, took: str) -> bool:
-    """Print how a case compares; return whether it has a fault."""
-    results, fault = _read_results(place)
+def _report(case: Case, lane: str, case_folder: Path, duration: str) -> bool:
+    """Print the comparison of a case; return whether it has a fault."""
+    results, fault = _read_results(case_folder)
     comparison = compare_case(case, lane, results) if results else Comparison([fault])
     faults, notes = comparison.faults, comparison.notes
-    print(f"{'FAULT' if faults else 'ok   '} {case.name} {took}".rstrip(), flush=True)
+    print(f"{'FAULT' if faults else 'ok   '} {case.name} {duration}".rstrip(), flush=True)
     for line in (*faults, *notes):
         print(f"      {line}", flush=True)
     return bool(faults)

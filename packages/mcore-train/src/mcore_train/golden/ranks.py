@@ -1,8 +1,8 @@
-"""Runs golden cases: the ranks of each are forked from this process, which has torch loaded.
+"""Runs golden cases on ranks that are forked from this process, after torch was imported.
 
-A rank is what ``mcore-train gpt ...`` under a launcher would be, with a process, environment
-and log file of its own; only the seconds for loading torch are paid once. A CPU rank computes
-with one thread, so sums have one order.
+A rank is equivalent to ``mcore-train gpt ...`` under a launcher, with its own process,
+environment and log file; forking saves the import of torch. A CPU rank computes with one
+thread, so that the order of sums is fixed.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from mcore_train.golden.cases import RECORDED, STEPS, Case, Job
 log = logging.getLogger(__name__)
 
 RETRIES = 3
-"""Further attempts after failures that ``triage`` counts as passing."""
+"""Largest number of further attempts after failures that ``triage`` classifies as temporary."""
 WARM_UP = 10
-"""Steps whose time is not counted: kernels are compiled and sizes recorded in them."""
+"""First steps, whose time is not counted since kernels are compiled."""
 PRELOADED = (
     *("torch", "torch.distributed", "torch._dynamo", "rich.progress"),
     *("mcore_train.running", "mcore_train.options.parsing", "mcore_train.cli"),
@@ -40,18 +40,18 @@ _POLL_S = 0.02
 def run_case(case: Case, job: Job, steps: int, output: Path) -> dict[str, Any]:
     """Train a case once into a folder; return its key and values.
 
-    A failure that may pass is repeated up to three times. The checkpoint is deleted once its
-    digest is known; logs of all ranks and the metrics stay.
+    After a temporary failure the run is repeated, up to three times. The checkpoint is deleted
+    after its digest is computed; the logs of all ranks are kept.
 
     Args:
-        case: what to train.
+        case: case to train.
         job: ranks and time limit.
-        steps: after which the run ends, at most ``STEPS``.
-        output: folder of this repetition; replaced.
+        steps: last step of the run, at most ``STEPS``.
+        output: folder of this repetition; its content is replaced.
 
     Raises:
-        RuntimeError: if the run fails, with the log that tells why.
-        TimeoutError: if the job's time limit passes.
+        RuntimeError: if the run fails, with the message of the cause.
+        TimeoutError: if the job's time limit is exceeded.
     """
     for attempt in range(1, RETRIES + 2):
         try:
@@ -59,10 +59,10 @@ def run_case(case: Case, job: Job, steps: int, output: Path) -> dict[str, Any]:
             break
         except RuntimeError as error:
             verdict = triage(output / "logs")
-            passes = verdict.retry and verdict.fault != "unknown"
-            if attempt > RETRIES or not passes:
+            is_temporary = verdict.retry and verdict.fault != "unknown"
+            if attempt > RETRIES or not is_temporary:
                 raise RuntimeError(f"{error}: {verdict.message or verdict.fault}") from None
-            log.warning("%s: %s, which may pass; again", case.name, verdict.fault)
+            log.warning("%s: trying again after %s", case.name, verdict.fault)
     values = read_values(output / "save", steps)
     shutil.rmtree(output / "save")
     return values
@@ -90,24 +90,24 @@ def run_ranks(
     logs: Path,
     time_limit_s: float,
 ) -> None:
-    """Run ``mcore-train WORDS`` on so many ranks of this host, with a log file for each.
+    """Run ``mcore-train WORDS`` on ``num_ranks`` ranks of this host, with a log file for each.
 
     Raises:
         RuntimeError: if a rank fails; the other ranks are ended.
-        TimeoutError: if time runs out.
+        TimeoutError: if the time limit is exceeded.
     """
-    # Imported here, so that listing and comparing values load no torch.
+    # Imported here, so that listing and comparing values do not import torch.
     from mcore_parallel.launch.launcher import free_port
 
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    # Forked from this process, which has loaded torch and computed nothing with it. Counting
-    # GPUs through the driver would start CUDA here, and a forked process cannot use it then.
+    # Ranks are forked from this process, which must not initialize CUDA, since a forked process
+    # could not use it. With this variable torch counts GPUs by NVML, not by the driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for module in PRELOADED:
         importlib.import_module(module)
     context = mp.get_context("fork")
-    place = {
+    environment = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -118,7 +118,7 @@ def run_ranks(
     }
     ranks: list[BaseProcess] = []
     for rank in range(num_ranks):
-        variables = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         arguments = (list(words), variables, str(logs / f"rank-{rank}.log"))
         ranks.append(context.Process(target=_run_rank, args=arguments))
         ranks[-1].start()
@@ -142,7 +142,7 @@ def run_ranks(
 
 
 def _run_rank(words: list[str], variables: dict[str, str], log_file: str) -> None:
-    """Be one rank: its environment, its log, its exit code."""
+    """Run one rank in this process, with its environment and log; exit with its code."""
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -155,25 +155,25 @@ def _run_rank(words: list[str], variables: dict[str, str], log_file: str) -> Non
     code = main(words)
     sys.stdout.flush()
     sys.stderr.flush()
-    # As the program does: at once, without the clean-up of a forked process.
+    # As the program does: exit at once, without the clean-up of a forked process.
     os._exit(code)
 
 
 def read_values(save: Path, steps: int) -> dict[str, Any]:
-    """Read a run's key, and by metric and step its values, from the files that it wrote."""
+    """Return a run's key, and its values by metric and step, from the files of the run."""
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     header = next(row for row in rows if row["kind"] == "run")
     reports = {row["iteration"]: row for row in rows if row["kind"] == "train"}
     if sorted(reports) != list(range(1, steps + 1)):
         raise RuntimeError(f"{save} has reports of {len(reports)} steps, not of {steps}")
-    kept = [step for step in RECORDED if step <= steps]
+    recorded = [step for step in RECORDED if step <= steps]
     last = str(steps)
     later = [reports[step]["step_ms"] for step in reports if step > min(WARM_UP, steps // 2)]
     digest = hashlib.sha256()
     for file in sorted(save.glob(f"iter_{steps:07}/*.safetensors")):
         digest.update(file.name.encode() + file.read_bytes())
     values: dict[str, Any] = {
-        name: {str(step): reports[step][name] for step in kept}
+        name: {str(step): reports[step][name] for step in recorded}
         for name in ("loss", "grad_norm")
     }
     values["skipped_steps"] = {last: sum(row["skipped_steps"] for row in reports.values())}
@@ -184,9 +184,9 @@ def read_values(save: Path, steps: int) -> dict[str, Any]:
 
 
 def describe_machine(header: Mapping[str, Any]) -> str:
-    """Return what decides the last bits of a run: torch, device and dtype.
+    """Return a key of everything that determines the last bits of a run: torch, device, dtype.
 
-    Of a CPU that is its maker, its vector unit and whether it multiplies bfloat16 in tiles.
+    For a CPU the key has the vendor, the vector unit and units for bfloat16.
     """
     device = ", ".join(header["devices"])
     if device == "cpu":

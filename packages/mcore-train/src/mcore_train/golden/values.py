@@ -1,15 +1,15 @@
-"""Compares the values of golden runs with the recorded ones, and records new ones.
+"""Compares the values of golden runs with recorded values, and records new values.
 
 A metric is compared in one of three classes:
 
-- exact: every bit, on a machine with the recorded key (torch, device and dtype). All
-  repetitions must agree as well. CPUs and deterministic GPU runs keep it.
-- approximate: each value within a relative tolerance of the recorded one.
-- statistical: the mean of the repetitions is not above the recorded mean by more than four
-  standard errors of both and a tenth. For times, which only matter when they grow.
+- exact: values are equal to the last bit, also between repetitions, on a machine with the
+  recorded key (torch, device and dtype). For CPUs and deterministic GPU runs.
+- approximate: each value is within a relative tolerance of the recorded value.
+- statistical: the mean of the repetitions exceeds the recorded mean by at most a tenth and four
+  standard errors of both. For times, where only an increase is a fault.
 
-On another key than the recorded ones, losses are compared with those of the same dtype in the
-class approximate, and nothing else is: other GEMM kernels sum in another order.
+On a machine with another key, losses are compared in the class approximate with recorded values
+of the same dtype, since other GEMM kernels sum in another order; no other metric is compared.
 """
 
 import json
@@ -24,17 +24,18 @@ from mcore_train.golden.cases import Case
 
 RTOL = {"grad_norm": 0.05, "peak_gib": 0.05}
 LOSS_RTOL = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
-"""Of approximate losses. Another vector unit moved those of 100 steps by 3e-7 in float32 and by
-3e-4 in bfloat16; float32 itself and bfloat16 are 1.5e-3 apart (docs/golden-runs.md)."""
+"""Relative tolerance of approximate losses. Another vector unit changed the losses of 100 steps
+by 3e-7 in float32 and by 3e-4 in bfloat16; losses in float32 and bfloat16 differ by 1.5e-3
+(docs/golden-runs.md)."""
 FP8_RTOL = 1e-2
 FLOOR = 1e-6
-"""Differences of values near zero that are never faults."""
+"""Absolute tolerance, for values near zero."""
 STANDARD_ERRORS = 4.0
 SLOWER = 0.1
-"""Share by which a mean may grow whatever its scatter."""
+"""Relative increase of a mean that is allowed in addition to the standard errors."""
 
 Values = Mapping[str, Mapping[str, Any]]
-"""By metric and step."""
+"""Values by metric and step."""
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class Comparison:
 
 
 def read_golden(path: Path) -> dict[str, Any]:
-    """Read recorded values by key; none if there is no file."""
+    """Read recorded values by key; empty if the file does not exist."""
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -56,8 +57,8 @@ def compare(case: Case, lane: str, results: Sequence[Mapping[str, Any]]) -> Comp
     """Compare the repetitions of a case with its recorded values of a lane.
 
     Args:
-        case: gives the metrics' classes and the file.
-        lane: whose values to take.
+        case: classes of the metrics, and the file of recorded values.
+        lane: lane of the recorded values.
         results: key and values of each repetition, at least one.
     """
     golden, key = read_golden(case.golden_file(lane)), results[0]["key"]
@@ -69,15 +70,15 @@ def compare(case: Case, lane: str, results: Sequence[Mapping[str, Any]]) -> Comp
     classes = dict(case.metrics)
     if key not in golden:
         dtype = key.rpartition(", ")[2]
-        like = [other for other in golden if other.rpartition(", ")[2] == dtype]
-        if not like:
+        same_dtype = [other for other in golden if other.rpartition(", ")[2] == dtype]
+        if not same_dtype:
             comparison.faults.append(
-                f"no values are recorded for {key}: mcore-train golden update records them"
+                f"no values are recorded for {key}: record them by mcore-train golden update"
             )
             return comparison
-        comparison.notes.append(f"no values for {key}; compared with {like[-1]}")
+        comparison.notes.append(f"no values for {key}; compared with {same_dtype[-1]}")
         classes = {name: "approximate" for name in classes if name == "loss"}
-        key = like[-1]
+        key = same_dtype[-1]
     rtol = RTOL | {"loss": LOSS_RTOL.get(key.rpartition(", ")[2], FP8_RTOL)}
     for metric, kind in classes.items():
         expected = golden[key]["values"].get(metric, {})
@@ -120,7 +121,7 @@ def _fault(kind: str, actual: Sequence[Any], value: Any, rtol: float) -> str:
         limit = known * (1 + SLOWER) + STANDARD_ERRORS * spread
         return f"mean {mean:.6g} is above {limit:.6g}" if not mean <= limit else ""
     worst = max(actual, key=lambda number: abs(number - value))
-    # Written so that a NaN is a fault.
+    # The comparison is false for NaN, so NaN is a fault.
     if all(abs(number - value) <= rtol * abs(value) + FLOOR for number in actual):
         return ""
     return f"{worst:.8g} is further than {rtol:g} from {value:.8g}"
@@ -143,10 +144,10 @@ def record(case: Case, lane: str, results: Sequence[Mapping[str, Any]], reason: 
     """Write the values of a case's repetitions into its golden file, under their key.
 
     Args:
-        case: gives the file and the metrics to keep.
-        lane: whose file to write.
+        case: the file, and the metrics to record.
+        lane: lane of the file.
         results: key and values of each repetition.
-        reason: why the values are new; kept beside them.
+        reason: why the values changed, recorded with them.
     """
     path = case.golden_file(lane)
     golden = read_golden(path)
@@ -163,7 +164,7 @@ def record(case: Case, lane: str, results: Sequence[Mapping[str, Any]], reason: 
 
 
 def _lines(golden: Mapping[str, Any]) -> Iterator[str]:
-    """Write JSON with one line a metric, so that a diff shows what moved."""
+    """Yield JSON text with one line for each metric, so that a diff shows changed metrics."""
     yield "{"
     for place, (key, entry) in enumerate(golden.items()):
         yield f"{',' * (place > 0)}\n {json.dumps(key)}: {{\n"

@@ -1,4 +1,4 @@
-"""Records functions on the device as CUDA graphs, in pools of memory."""
+"""Records functions on the device as CUDA graphs, with memory pools."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Recorder(Protocol):
-    """Turns a function into a replay of it on the same memory."""
+    """Records a function and returns its replay on the same memory."""
 
     def record(
         self, function: Callable[[], Tensors], memory: Hashable
@@ -21,10 +21,10 @@ class Recorder(Protocol):
         """Return the function's results, and a function that computes them again in place.
 
         Args:
-            function: recorded.
-            memory: key of the pool that the recording allocates from. Memory that one
-                function frees is given to those recorded after it from the pool: a replay of
-                the first overwrites what the later ones keep.
+            function: function to record.
+            memory: key of the memory pool of the recording. Recordings of a pool reuse memory
+                that earlier ones freed, so a replay of an earlier one overwrites results of
+                later ones.
         """
 
     def forget(self) -> None:
@@ -35,11 +35,11 @@ class CudaRecorder:
     """Records CUDA graphs, each in one of several pools of memory."""
 
     def __init__(self, streams: RngStreams, clock: StepClock) -> None:
-        """Record nothing yet.
+        """Store streams and clock.
 
         Args:
-            streams: random streams that functions may draw from.
-            clock: opens no spans while a graph is recorded.
+            streams: random streams that functions may use.
+            clock: clock of the step, which is paused while a graph is recorded.
         """
         self._streams, self._clock = streams, clock
         self._pools: dict[Hashable, Any] = {}
@@ -48,17 +48,17 @@ class CudaRecorder:
     def record(
         self, function: Callable[[], Tensors], memory: Hashable
     ) -> tuple[Tensors, Callable[[], None]]:
-        """Record a graph, whose kernels do not run yet."""
+        """Record a graph; its kernels run at the first replay."""
         if memory not in self._pools:
             self._pools[memory] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
-        # Threads that read data or write checkpoints call CUDA during the capture. Not by
-        # torch.cuda.graph, which empties the allocator's cache before each of many graphs.
+        # thread_local: threads that read data or write checkpoints call CUDA during a capture.
+        # torch.cuda.graph is not used, since it empties the allocator's cache for each graph.
         graph.capture_begin(pool=self._pools[memory], capture_error_mode="thread_local")
         try:
-            with self._clock.paused():  # a graph cannot hold events that are timed
+            with self._clock.paused():  # a graph cannot contain timing events
                 outputs = function()
         finally:
             graph.capture_end()
@@ -66,8 +66,8 @@ class CudaRecorder:
         return outputs, graph.replay
 
     def forget(self) -> None:
-        """Reset all graphs: nccl waits for those that hold its operations."""
+        """Reset all graphs; NCCL waits for graphs with its operations when it is destroyed."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pools.clear()  # none may follow the last of a pool
+        self._pools.clear()  # a pool cannot be used again after its last graph was reset

@@ -1,11 +1,11 @@
-"""Forward and backward of a whole step as one CUDA graph: recorded once, launched at once.
+"""Records forward and backward of a whole step as one CUDA graph.
 
-The kernels of a small model are shorter than the time in which the host launches them, so the
-GPU waits. A graph takes one launch for all. Kernels, their order and their random numbers are
-those of the step without it, so the results are the same bits.
+The kernels of a small model take less time than their launches by the host, so the GPU waits. A
+graph needs one launch for all kernels. Kernels, their order and their random numbers are equal
+to those without a graph, so results are equal to the last bit.
 
-Options that a graph cannot hold are refused where flags are read (``options``): shapes that
-depend on data, and operations for which the host waits.
+Options that a graph cannot contain are refused when flags are read (``options``): shapes that
+depend on data, and operations that the host waits for.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +25,21 @@ Compute = Callable[[Sequence[MicroBatch]], StepLosses]
 """Computes the summed gradients of a step from this rank's micro-batches."""
 
 Signature = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
-"""The tensors of each micro-batch of a step."""
+"""Names, shapes and dtypes of the tensors of each micro-batch of a step."""
 
 
 _POSITIONS = "position_ids"
 
 
 class BackwardRecorder:
-    """The gradients of a step, by a graph once the same shapes have come a few times.
+    """Computes the gradients of a step, by a graph after some steps of equal shapes.
 
-    The memory of a step's activations stays with the graph. Only the latest shapes have one:
-    others, such as a batch that has grown, are computed as ever at first and then recorded
-    in its place.
+    The graph owns the memory of a step's activations. Only the latest shapes have a graph: for
+    other shapes, such as a larger batch, steps run without a graph at first, and then a new
+    graph replaces the old one.
 
-    Leave it as a context, or ``forget``, before process groups end: nccl waits for graphs
-    that hold its operations.
+    Leave the context, or call ``forget``, before process groups are destroyed: NCCL waits for
+    graphs with its operations.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class BackwardRecorder:
         """Begin without a graph.
 
         Args:
-            data_parallel: holds the gradients that are computed.
-            streams: random streams that may be drawn from.
-            num_warmup_steps: steps of equal shapes that come before recording: they compile,
-                choose algorithms and connect ranks.
-            clock: opens no spans in the graph of most steps.
+            data_parallel: owner of the gradients.
+            streams: random streams of the step.
+            num_warmup_steps: steps of equal shapes before recording, which compile, choose
+                algorithms and connect ranks.
+            clock: clock of the step, which opens no spans in the graph of most steps.
             is_timed: whether to record a second graph with the clock's spans, for the steps
-                that the clock records. It shares the first one's memory.
+                that the clock records. It shares the memory of the first graph.
         """
         self._data_parallel, self._streams, self._clock = data_parallel, streams, clock
         self._is_timed = is_timed
@@ -73,19 +73,20 @@ class BackwardRecorder:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next step of these shapes is launched as a graph."""
+        """Whether the next step of these shapes runs as a graph."""
         return self._graph is not None
 
     def __call__(self, compute: Compute, batches: Sequence[MicroBatch]) -> StepLosses:
         """Compute the gradients of a step; communicates as ``compute`` does.
 
         Args:
-            compute: always the same; called at first, and once while recording.
-            batches: this rank's micro-batches; copied to where the graph reads them.
+            compute: must be the same function at each call; called in warm-up steps, and once
+                for recording.
+            batches: this rank's micro-batches, which are copied to the graph's inputs.
 
         Raises:
-            RuntimeError: if recording begins on CUDA's default stream, or documents are
-                packed in a batch.
+            RuntimeError: if recording begins on CUDA's default stream, or a batch has packed
+                documents.
         """
         signature = tuple(map(signature_of, batches))
         if signature != self._signature:
@@ -94,13 +95,13 @@ class BackwardRecorder:
         if self._num_seen < self._num_warmup_steps:
             self._num_seen += 1
             return compute(batches)
-        # Gathers that began outside cannot be waited for inside.
+        # A graph cannot wait for gathers that were started outside of it.
         self._data_parallel.wait_params()
         if self._graph is None:
             self._record(compute, batches)
-        for kept, batch in zip(self._inputs, batches, strict=True):
+        for graph_input, batch in zip(self._inputs, batches, strict=True):
             new = _tensors_of(batch)
-            for name, tensor in _tensors_of(kept).items():
+            for name, tensor in _tensors_of(graph_input).items():
                 tensor.copy_(new[name], non_blocking=True)
         graph = self._graph
         if self._clock.is_recording and self._timed_graph is not None:
@@ -117,7 +118,7 @@ class BackwardRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Free the graphs and their memory, and begin to count warm-up steps again."""
+        """Free the graphs and their memory, and count warm-up steps again."""
         for graph in filter(None, (self._graph, self._timed_graph)):
             graph.recording.reset()
         self._graph, self._timed_graph, self._inputs = None, None, []
@@ -144,7 +145,7 @@ class BackwardRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
-        # Threads that read data or write checkpoints call CUDA during the capture.
+        # thread_local: threads that read data or write checkpoints call CUDA during a capture.
         with torch.cuda.graph(
             graph, pool=pool, stream=stream, capture_error_mode="thread_local"
         ):
@@ -164,15 +165,15 @@ class _Graph:
 def _tensors_of(batch: MicroBatch) -> dict[str, Tensor]:
     if batch.documents is not None:
         raise RuntimeError(
-            "packed documents change from step to step, and a graph's kernels do not: leave "
-            "--cuda-graph-impl out."
+            "packed documents change the kernels of each step, and a CUDA graph is fixed. "
+            "Leave out --cuda-graph-impl."
         )
     positions = {} if batch.positions is None else {_POSITIONS: batch.positions}
     return {**batch.entries, **positions}
 
 
 def signature_of(batch: MicroBatch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    """Describe the tensors of a micro-batch; packed documents raise RuntimeError."""
+    """Return the signature of a micro-batch; raise ``RuntimeError`` for packed documents."""
     return tuple((name, each.shape, each.dtype) for name, each in _tensors_of(batch).items())
 
 

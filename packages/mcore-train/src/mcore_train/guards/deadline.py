@@ -10,17 +10,17 @@ SLURM_END = "SLURM_JOB_END_TIME"
 """Environment variable with the end of a Slurm job, in seconds since 1970."""
 
 RESERVE_S = 300.0
-"""Time left for the last save, or a tenth of a shorter job's time."""
+"""Time reserved for the last save; at most a tenth of the job's time."""
 
 
 class Deadline:
-    """The end of this process's time, by ``--exit-duration-in-mins``."""
+    """Time at which a run must save and end, by ``--exit-duration-in-mins``."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Fix the end; reads the environment for ``auto``.
+        """Compute the end; ``auto`` reads it from the environment.
 
         Raises:
-            ValueError: for ``auto`` without a time in the environment.
+            ValueError: if ``auto`` finds no end time in the environment.
         """
         minutes, age_s = config.exit_duration_in_mins, process_age_s()
         self._end_s = float("inf")
@@ -37,19 +37,20 @@ class Deadline:
         """Whether to save and end now.
 
         Args:
-            longest_save_s: what a save took so far; under ``auto`` twice that is left for it.
+            longest_save_s: longest time of a save so far; ``auto`` reserves twice this time.
         """
         reserve_s = max(self._reserve_s, self._save_share * longest_save_s)
         return time.monotonic() >= self._end_s - reserve_s
 
 
 def process_age_s() -> float:
-    """Return the time since this process started; 0.0 where the system has no /proc."""
+    """Return the time since this process started; 0.0 without /proc."""
     try:
         text = Path("/proc/self/stat").read_text()
     except OSError:
         return 0.0
-    # The second field is a name in brackets, which may hold blanks and brackets.
+    # The second field is the name in parentheses, which may contain blanks and parentheses;
+    # the start time is field 22, the 20th after the name.
     started_ticks = int(text.rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
@@ -58,7 +59,7 @@ def _slurm_end_s() -> float:
     text = os.environ.get(SLURM_END, "")
     if not text.isdecimal():
         raise ValueError(
-            f"--exit-duration-in-mins auto needs {SLURM_END}, which Slurm sets in a job, and "
-            f"it is {text!r} here: give the minutes."
+            f"--exit-duration-in-mins auto needs {SLURM_END}, which Slurm sets in a job; it is "
+            f"{text!r}. Give a number of minutes."
         )
     return float(text)

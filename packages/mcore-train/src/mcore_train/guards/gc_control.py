@@ -1,9 +1,9 @@
 """Runs Python's garbage collector on all ranks after the same steps.
 
-The collector runs when it has counted enough new objects, at another moment on each rank,
-and stops launches for tens of milliseconds: the other ranks wait in the next collective.
+By default the collector runs after a number of new objects, at different times on each rank. It
+stops kernel launches for tens of milliseconds, and the other ranks wait in the next collective.
 Here all ranks collect after the same steps, and objects that are alive at the start (modules,
-imported code) are frozen: the collector skips them.
+imported code) are frozen, so that the collector skips them.
 """
 
 import gc
@@ -13,10 +13,10 @@ class GCControl:
     """Context in which only ``after_step`` collects; restores Python's collector on exit."""
 
     def __init__(self, interval: int) -> None:
-        """Change nothing yet.
+        """Store the interval.
 
         Args:
-            interval: steps between two collections; 0: leave the collector alone.
+            interval: steps between two collections; 0 does not change the collector.
         """
         self.interval = interval
         self._was_enabled = False

@@ -1,13 +1,13 @@
 """Ends a run whose gradients are not finite, or whose replicas of weights differ.
 
-Gradients hold nan or infinity as soon as a loss, an activation or a weight does, and their
-norm is the same number on all ranks: all of them end at the same step without communication.
-The norm is read one step after it was computed, so the host never waits for the device.
+If a loss, an activation or a weight is nan or infinite, so are gradients. Their norm is equal
+on all ranks, so all ranks end at the same step without communication. The norm is read one step
+after it was computed, so the host never waits for the device.
 
-A GPU that computes wrongly once in a while crashes nothing: its replica of the weights differs
-from then on, and every later gradient mixes both. A comparison at an interval bounds what is
-lost. (With a sharded optimizer every update makes the replicas equal again, so a comparison
-sees what went wrong since the last one.)
+A GPU that occasionally computes wrong results does not crash. From then on its replica of the
+weights differs, and every later gradient mixes both replicas. A comparison at an interval
+limits the number of lost steps. (With a sharded optimizer every update makes the replicas equal
+again, so a comparison finds only differences since the last update.)
 """
 
 import math
@@ -24,22 +24,22 @@ class NonFiniteError(FloatingPointError):
     """A gradient norm is nan or infinite.
 
     Attributes:
-        iteration: the step whose gradients they are.
+        iteration: step of the gradients.
     """
 
     def __init__(self, iteration: int, norm: float) -> None:
         super().__init__(
             f"the gradient norm of iteration {iteration} is {norm}: the weights after it are "
-            "of no use, and none were saved. Continue from the last checkpoint with a lower "
-            "--lr, a longer warm-up or --clip-grad (under --fp16 a lower --loss-scale or "
-            "--min-loss-scale), or look at the samples of this step and those before "
-            "(mcore-data explain). --no-check-for-nan-in-loss-and-grad trains on."
+            "invalid and were not saved. Continue from the last checkpoint with a lower --lr, "
+            "a longer warm-up or --clip-grad (under --fp16 a lower --loss-scale or "
+            "--min-loss-scale), or look at the samples of this step and of earlier steps "
+            "(mcore-data explain). --no-check-for-nan-in-loss-and-grad disables this check."
         )
         self.iteration = iteration
 
 
 class HostCopy:
-    """A copy of a tensor for the host, which reads it without waiting for later work."""
+    """Asynchronous copy of a tensor to the host; reading it does not wait for later kernels."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._copied = tensor.detach(), None
@@ -50,14 +50,14 @@ class HostCopy:
             self._copied.record()
 
     def read(self) -> Tensor:
-        """Return the copy once it is there."""
+        """Wait for the copy and return it."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensor
 
 
 class FiniteGradients:
-    """Watches the gradient norms of a run, each one step late."""
+    """Checks the gradient norm of each step one step later."""
 
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
@@ -70,18 +70,18 @@ class FiniteGradients:
         grad_norm: Float[Tensor, ""],
         is_skipped: bool | Bool[Tensor, ""] = False,
     ) -> None:
-        """Check the norm of the step before, and keep this step's.
+        """Check the norm of the previous step, and store the norm of this step.
 
-        Call it before ``Checkpoints.poll``: a background save of a step with a bad norm is then
-        abandoned before it becomes a checkpoint.
+        Call this before ``Checkpoints.poll``, so that a background save of a step with a bad
+        norm is abandoned before it becomes a checkpoint.
 
         Args:
-            iteration: of this step.
-            grad_norm: its norm.
-            is_skipped: whether weights stayed as they were, so that any norm is good.
+            iteration: number of this step.
+            grad_norm: gradient norm of this step.
+            is_skipped: whether the update was skipped, so that any norm is accepted.
 
         Raises:
-            NonFiniteError: as ``check``, for the step before.
+            NonFiniteError: on all ranks, if the norm of the previous step is not finite.
         """
         if not self.is_on:
             return
@@ -92,37 +92,37 @@ class FiniteGradients:
         self._norm = None if is_skipped else HostCopy(grad_norm)
 
     def check(self) -> None:
-        """Check the last norm, waiting for the device: before a save in the foreground.
+        """Check the last norm, waiting for the device; for saves in the foreground.
 
         Raises:
-            NonFiniteError: on all ranks, if it is not finite.
+            NonFiniteError: on all ranks, if the norm is not finite.
         """
         norm, self._norm = self._norm, None
-        if norm is not None and not math.isfinite(found := norm.read().item()):
-            raise NonFiniteError(self._iteration, found)
+        if norm is not None and not math.isfinite(value := norm.read().item()):
+            raise NonFiniteError(self._iteration, value)
 
 
 class WeightCopies:
-    """Compares the copies of a run's weights, and records when they were equal last."""
+    """Compares the replicas of a run's weights; records the last step with equal replicas."""
 
     def __init__(self, data_parallel: GradientSync, iteration: int) -> None:
-        """Begin at a step whose copies are equal; no communication."""
+        """Store a step with equal replicas; no communication."""
         self._data_parallel = data_parallel
-        self._equal = iteration
+        self._last_equal = iteration
 
     def check(self, iteration: int) -> None:
-        """Compare after a step; all ranks call it, and wait for their devices.
+        """Compare the replicas after a step; collective, waits for the device.
 
         Raises:
-            UnlikeWeightsError: on all ranks, if copies differ, with the tensor and the last
-                step at which copies were equal.
+            UnlikeWeightsError: on all ranks, if replicas differ, with the tensor and the last
+                step with equal replicas.
         """
         try:
             self._data_parallel.check_weights()
         except UnlikeWeightsError as error:
             raise UnlikeWeightsError(
                 f"after iteration {iteration}: {error} The copies were equal after iteration "
-                f"{self._equal}: continue on other hosts from a checkpoint no later than that "
-                "(--ckpt-step)."
+                f"{self._last_equal}: continue on other hosts from a checkpoint of this step "
+                "or an earlier one (--ckpt-step)."
             ) from error
-        self._equal = iteration
+        self._last_equal = iteration

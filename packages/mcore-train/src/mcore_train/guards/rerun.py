@@ -1,14 +1,15 @@
-"""Computes a suspicious step again, to tell a broken device from an honest result.
+"""Computes a suspicious step again, to distinguish a broken device from a correct result.
 
-A step is suspicious if its gradient norm is not finite or far above those before it, or if
-replicas of weights have come apart. Weights are still those before the step, so it can be
+A step is suspicious if its gradient norm is not finite or far above earlier norms, or if
+replicas of the weights differ. The weights have not been updated yet, so the step can be
 computed again:
 
-1. by the same ranks: another result means that a device erred once, and the new result counts;
-2. by every replica of the model on one micro-batch share, the most suspicious one, with its
-   random numbers: replicas have equal weights, so a rank whose result is unlike that of the
-   others has a broken device;
-3. where all agree, the result is that of data and weights, and the usual checks go on.
+1. by the same ranks: a different result means a transient error of a device; the new result is
+   used;
+2. by every replica of the model on the same data, the most suspicious rank's share of the batch
+   with its random numbers: replicas have equal weights, so a rank with a different result has a
+   broken device;
+3. if all results agree, data and weights cause them, and the usual checks apply.
 
 Megatron-Core's rerun state machine separates the same three causes over a restart of the job.
 """
@@ -36,8 +37,8 @@ from mcore_train.step import backward_of_rank, synced_backward
 log = logging.getLogger(__name__)
 
 GPU_TOLERANCE = 1e-2
-"""Relative difference of two computations of one gradient that kernels with atomic sums may
-have; on a CPU and with --deterministic-mode two computations must be equal to the last bit."""
+"""Largest relative difference of two computations of a gradient, for kernels with atomic sums;
+on a CPU and with --deterministic-mode two computations must be equal to the last bit."""
 
 Step = tuple[Sequence[MicroBatch], Mapping[str, Tensor]]
 """Micro-batches of a rank, and the states of its random streams before them."""
@@ -47,8 +48,7 @@ class BrokenDeviceError(RuntimeError):
     """A rank computes another result than the replicas of its weights.
 
     Attributes:
-        ranks: global ranks whose results are unlike the others'; all that may be at fault
-            where two replicas differ.
+        ranks: global ranks whose results differ; if two replicas differ, both of them.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -58,29 +58,30 @@ class BrokenDeviceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What the replicas of the model computed from one share of a step."""
+    """Comparison of the results of all replicas for one share of a step."""
 
     odd: tuple[int, ...]
-    """Global ranks with another result than most of their replicas."""
+    """Global ranks whose result differs from that of most of their replicas."""
     is_tie: bool
-    """Whether no majority shows which of them is wrong."""
+    """Whether there is no majority, so that any of the ranks may be wrong."""
 
 
 class Rerun:
-    """Checks each step of a run before its update; all ranks call every method together.
+    """Checks each step of a run before its update; every method is collective.
 
-    The host reads the gradient norm before the update, so it waits for the device once a step.
+    The host reads the gradient norm before the update, so it waits for the device once per
+    step.
 
     Attributes:
-        num_transient: steps whose second computation had another result than the first.
+        num_transient: steps whose second computation differed from the first.
     """
 
     def __init__(self, run: Run, spike_factor: float) -> None:
-        """Remember nothing yet.
+        """Store the run and the threshold.
 
         Args:
-            run: whose steps are checked; weights are replicated over ``dp``.
-            spike_factor: a norm so many times the largest of the last ones is suspicious.
+            run: the run; its weights are replicated over ``dp``.
+            spike_factor: a norm above this multiple of the largest recent norm is suspicious.
         """
         self.num_transient = 0
         self._run, self._spike_factor = run, spike_factor
@@ -97,83 +98,80 @@ class Rerun:
     def check(
         self, losses: StepLosses, norm: Float[Tensor, ""]
     ) -> tuple[StepLosses, Float[Tensor, ""]]:
-        """Return losses and norm of the step, computed again if they are suspicious.
+        """Return losses and norm of the step; compute the step again if they are suspicious.
 
-        Gradients are those of the result.
+        Afterwards the gradients belong to the returned losses.
 
         Raises:
-            BrokenDeviceError: on all ranks, if a rank is found to compute wrongly.
+            BrokenDeviceError: on all ranks, if a rank computes wrong results.
         """
         value = norm.item()
         if not (reason := self._suspicion(value)):
             return losses, norm
         number = self._run.progress.iteration + 1
-        log.warning("step %d is computed again: %s", number, reason)
+        log.warning("computing step %d again: %s", number, reason)
         vote = self.vote()
-        again, new_norm = self._compute_again()
+        new_losses, new_norm = self._compute_again()
         new_value = new_norm.item()
-        first, second = (torch.stack([*each.named.values()]) for each in (losses, again))
-        mine = not self._is_close(first, second)
-        unlike = [
-            r for r, differs in enumerate(gather_json(mine, self._run.ctx.world)) if differs
-        ]
-        is_transient = bool(unlike) or not self._is_close(norm, new_norm)
+        first, second = (torch.stack([*each.named.values()]) for each in (losses, new_losses))
+        differs = gather_json(not self._is_close(first, second), self._run.ctx.world)
+        different_ranks = [rank for rank, is_different in enumerate(differs) if is_different]
+        is_transient = bool(different_ranks) or not self._is_close(norm, new_norm)
         self._end_if_broken(vote, f"step {number} was suspicious ({reason})")
         if is_transient:
             self.num_transient += 1
-            who = f", of ranks {_numbers(unlike)}" if unlike else ""
+            ranks = ", ".join(map(str, different_ranks))
             log.warning(
-                "step %d had another result the second time%s: gradient norm %g, then %g. A "
-                "device erred once; the second result counts. The same rank again: leave its "
-                "host out.",
+                "step %d had another result the second time%s: gradient norm %g, then %g. The "
+                "second result is used after a transient error of a device. If the same rank "
+                "is reported again, leave its host out.",
                 number,
-                who,
+                f", on ranks {ranks}" if ranks else "",
                 value,
                 new_value,
             )
         else:
             log.warning(
-                "step %d has the same result on %s: no device is at fault, the result is that "
-                "of data and weights (mcore-data trace lists the documents of the step)",
+                "step %d has the same result on %s: no device is at fault, data and weights "
+                "cause the result (mcore-train explain lists the documents of the step)",
                 number,
                 _tries(self._run),
             )
-        return again, new_norm
+        return new_losses, new_norm
 
     def explain(self, error: UnlikeWeightsError) -> None:
-        """Find out why replicas of weights came apart, after the check that found it.
+        """Find the cause of different replicas of the weights, and raise an error.
 
-        The run ends after it: weights of all replicas become those of the first.
+        Overwrites the weights of all replicas with those of the first replica.
 
         Raises:
-            BrokenDeviceError: on all ranks, if a rank is found to compute wrongly.
-            UnlikeWeightsError: else, with what was tried.
+            BrokenDeviceError: on all ranks, if a rank computes wrong results.
+            UnlikeWeightsError: otherwise.
         """
         data = self._run.ctx.dp
-        if data.size == 1:  # tied copies differ: there is no replica to compare with
+        if data.size == 1:  # tied copies within a replica differ, and there is no other replica
             raise error
         for chunk in self._run.chunks:
             for parameter in chunk.parameters():
                 dist.broadcast(parameter.data, data.ranks[0], group=data.group)
         self._end_if_broken(self.vote(), str(error))
         raise UnlikeWeightsError(
-            f"{error} From equal weights all replicas compute one result now: a device or a "
-            "link erred once, and no host needs to be left out yet."
+            f"{error} From equal weights all replicas now compute equal results: a device or a "
+            "link had a transient error, and no host needs to be left out yet."
         ) from error
 
     def vote(self) -> Vote:
-        """Let every replica compute one share of the last step; gradients are lost.
+        """Compute one share of the last step on every replica; overwrites the gradients.
 
-        Micro-batches of packed documents stay with their ranks: nothing is compared then.
+        Micro-batches of packed documents cannot be broadcast; nothing is compared then.
         """
         ctx = self._run.ctx
         assert self._step is not None
         if any(batch.documents is not None for batch in self._step[0]):
             return Vote((), False)
-        own = self._fingerprint(self._step)
-        # The share to repeat: that of the data rank whose gradients are not finite or largest.
-        size = own[-1].item()
-        sizes = gather_json(size if math.isfinite(size) else 1e300, ctx.world)
+        # Repeat the share of the data rank whose gradients are not finite, or are the largest.
+        squares = self._fingerprint(self._step)[-1].item()
+        sizes = gather_json(squares if math.isfinite(squares) else 1e300, ctx.world)
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         data_rank = gather_json(ctx.dp.rank, ctx.world)[largest]
         result = self._fingerprint(_from_rank(self._step, ctx.dp, data_rank))
@@ -196,7 +194,7 @@ class Rerun:
         return losses, self._run.optimizer.grad_norm()
 
     def _fingerprint(self, step: Step) -> Float[Tensor, " n"]:
-        """Compute a step without its sums over data ranks; return losses and sums, float64."""
+        """Compute a step without data-parallel sums; return losses and gradient sums."""
         batches, states = step
         self._run.streams.set_state(states)
         losses = backward_of_rank(self._run, batches)
@@ -221,25 +219,25 @@ class Rerun:
             return
         hosts = gather_json(socket.gethostname(), self._run.ctx.world)
         who = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in vote.odd)
-        certain = (
+        advice = (
             "one of them computes wrongly: try each host alone (mcore-train doctor)"
             if vote.is_tie
             else "its replicas agree with each other: leave the host out"
         )
         raise BrokenDeviceError(
             f"broken device: {who} computes another result than its replicas from equal "
-            f"weights and data; {certain}. Computed again since {why}.",
+            f"weights and data; {advice}. Reason of the check: {why}.",
             vote.odd,
         )
 
 
 def _from_rank(step: Step, axis: Axis, source: int) -> Step:
-    """Return the step of one rank of an axis on all of its ranks; broadcasts over it."""
+    """Broadcast the inputs of a step from one rank of an axis to all of its ranks."""
     if axis.size == 1:
         return step
 
     def copy(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:  # no stage of this rank reads it
+        if tensor.is_meta:  # no pipeline stage of this rank reads the tensor
             return tensor
         sent = tensor.clone()
         dist.broadcast(sent, axis.ranks[source], group=axis.group)
@@ -260,8 +258,8 @@ def _compare(rows: Sequence[tuple[Sequence[int], Sequence[float]]], tolerance: f
     """Compare the results of each group of replicas.
 
     Args:
-        rows: of each global rank, the ranks that hold the same weights, and its result.
-        tolerance: relative difference that is no difference.
+        rows: for each global rank the ranks with the same weights, and its result.
+        tolerance: largest relative difference of equal results.
     """
     odd: set[int] = set()
     is_tie = False
@@ -286,9 +284,5 @@ def _compare(rows: Sequence[tuple[Sequence[int], Sequence[float]]], tolerance: f
 
 def _tries(run: Run) -> str:
     if run.ctx.dp.size == 1:
-        return "the same GPU (there is no replica to try another)"
+        return "the same GPU (without a replica, no other GPU was tried)"
     return f"{run.ctx.dp.size} replicas of the model"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

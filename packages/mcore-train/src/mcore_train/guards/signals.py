@@ -1,8 +1,8 @@
 """Ends a run cleanly: records signals, and polls them between steps and batches.
 
-A signal may reach only some ranks, so whether to stop is agreed on by all of them without
-making the host wait for the device: an answer is read at the poll after the one that started
-its reduction, when it has long been computed.
+A signal may reach only some ranks, so all ranks agree on whether to stop by an all-reduce. The
+host does not wait for the device: the result is read at the next poll, when the reduction has
+completed.
 """
 
 import signal
@@ -18,21 +18,21 @@ from mcore_parallel.mesh import ParallelContext
 
 _ALWAYS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 1.0
-"""Within this time a second SIGINT is the first one, sent to a process and to its group."""
+"""A second SIGINT within this time is a duplicate, sent to a process and to its group."""
 
 
-class Stopped(Exception):  # noqa: N818, it is no error
+class Stopped(Exception):  # noqa: N818, not an error
     """Raised on all ranks to abandon a validation or text: the run saves and ends."""
 
 
 class StopRequest:
-    """Decides whether a run stops; a context manager that sets handlers of signals.
+    """Decides whether a run stops; a context manager that sets signal handlers.
 
-    SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
-    on. A second SIGINT has the effect that it has without this class: it interrupts at once.
+    SIGTERM may arrive several times, since a batch system sends it to a process group and
+    launchers forward it. A second SIGINT interrupts the process at once.
 
     Attributes:
-        received: the first signal that came, or None.
+        received: the first received signal, or None.
         is_agreed: whether all ranks have agreed to stop.
     """
 
@@ -42,13 +42,12 @@ class StopRequest:
         names: Sequence[str] = (),
         has_reason: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set no handler yet.
+        """Store the options; handlers are set in ``__enter__``.
 
         Args:
             ctx: ``ctx.world`` are the ranks that stop together.
-            names: signals besides SIGTERM and SIGINT.
-            has_reason: called in each poll; whether this rank has a reason to stop other than
-                a signal.
+            names: signals other than SIGTERM and SIGINT.
+            has_reason: called in each poll; whether this rank has another reason to stop.
         """
         self.ctx = ctx
         self._has_reason = has_reason
@@ -73,26 +72,26 @@ class StopRequest:
             signal.signal(number, handler)
 
     def poll(self) -> bool:
-        """Return whether any rank had a reason to stop at the last poll; equal on all ranks.
+        """Return whether any rank had a reason to stop at the previous poll.
 
-        All-reduces one number over the world, until the answer is yes; every rank calls it
-        equally often.
+        All-reduces one number over the world until the result is True; every rank must call
+        this equally often.
         """
         if self.is_agreed:
             return True
-        mine = self.received is not None or self._has_reason()
+        must_stop = self.received is not None or self._has_reason()
         if self.ctx.world.size == 1:
-            self.is_agreed = mine
-            return mine
-        previous, self._answer = self._answer, _Answer(mine, self.ctx)
+            self.is_agreed = must_stop
+            return must_stop
+        previous, self._answer = self._answer, _Answer(must_stop, self.ctx)
         self.is_agreed = previous is not None and previous.read()
         return self.is_agreed
 
     def check(self) -> None:
-        """Poll between two parts of a long operation, and raise to abandon it.
+        """Poll within a long operation, and raise an exception to abandon it.
 
         Raises:
-            Stopped: on all ranks, once they have agreed to stop.
+            Stopped: on all ranks, when they have agreed to stop.
         """
         if self.poll():
             raise Stopped
@@ -110,10 +109,10 @@ class StopRequest:
 
 
 class _Answer:
-    """A reduced number on its way from the device to the host."""
+    """Maximum over all ranks of a flag, copied asynchronously to the host."""
 
-    def __init__(self, mine: bool, ctx: ParallelContext) -> None:
-        value = torch.full((), float(mine), device=ctx.device)
+    def __init__(self, must_stop: bool, ctx: ParallelContext) -> None:
+        value = torch.full((), float(must_stop), device=ctx.device)
         total = all_reduce(value, ctx.world, "max")
         self.event: torch.cuda.Event | None = None
         self.value = total

@@ -1,9 +1,9 @@
-"""Follows up a spike: writes it to the ledger; continues, rewinds or ends the run.
+"""Handles spikes of the loss: records them in the ledger; continues, rewinds or ends the run.
 
 The device has skipped the update (``RecentSteps``). The host reads the judgement of a step
 before the next update, while the device computes gradients, and removes the step from the
-counts of optimizer and schedule: a run that skips spikes has the weights of a run that leaves
-out the same batches by ``--iterations-to-skip``.
+counts of optimizer and schedule. So a run that skips spikes has the same weights as a run that
+leaves out the same batches by ``--iterations-to-skip``.
 """
 
 import logging
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class SpikeError(FloatingPointError):
-    """A spike ends the run; its weights are those before the spike."""
+    """A spike ended the run; the weights are those before the spike."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step whose judgement the host has not read yet."""
+    """A step with the judgement that is copied to the host."""
 
     iteration: int
     first_sample: int
@@ -42,7 +42,7 @@ class _Step:
 
 
 class SpikePolicy:
-    """Follows up the spikes of a run; all ranks call every method together.
+    """Handles the spikes of a run; every method is collective.
 
     Attributes:
         is_on: whether steps are judged.
@@ -55,13 +55,13 @@ class SpikePolicy:
         checkpoints: Checkpoints,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Read the options.
+        """Store run and options.
 
         Args:
-            run: changed in place.
-            reporter: gets the lines of the ledger.
-            checkpoints: of the run; what they save in the background is waited for.
-            paused: a context that keeps its body out of the step time.
+            run: the run, which is changed in place.
+            reporter: writes the lines of the ledger.
+            checkpoints: checkpoints of the run; a rewind waits for background saves.
+            paused: context whose time is not counted as step time.
         """
         self._run, self._reporter = run, reporter
         self._checkpoints, self._paused = checkpoints, paused
@@ -70,10 +70,10 @@ class SpikePolicy:
         self._unread: _Step | None = None
 
     def note(self, result: StepResult, batch_size: int) -> None:
-        """Begin to copy the judgement of the step that was just counted.
+        """Start the copy of the judgement of the last counted step to the host.
 
         Args:
-            result: of the step.
+            result: result of the step.
             batch_size: sequences of the step.
         """
         if not self.is_on or result.judgement is None:
@@ -88,21 +88,21 @@ class SpikePolicy:
         )
 
     def note_given(self, batch_size: int) -> None:
-        """Write a step of ``--iterations-to-skip``, which was just counted, to the ledger."""
+        """Record the last counted step as left out by ``--iterations-to-skip``."""
         progress = self._run.progress
-        log.info("step %d is left out: --iterations-to-skip", progress.iteration)
+        log.info("step %d is left out by --iterations-to-skip", progress.iteration)
         first = progress.consumed_train_samples - batch_size
         row = {"action": "given", "first_sample": first, "batch_size": batch_size}
         self._reporter.report_spike(progress.iteration, row)
 
     def settle(self) -> bool:
-        """Act on the last step that was noted, if it was a spike; once for each step.
+        """Handle the last step of ``note`` if it was a spike; once for each step.
 
         Returns:
-            Whether weights have changed, so that gradients have to be computed again.
+            Whether the weights were rewound, so that gradients must be computed again.
 
         Raises:
-            SpikeError: on all ranks, if the run has to end.
+            SpikeError: on all ranks, if the run must end.
         """
         step, self._unread = self._unread, None
         if step is None:
@@ -147,7 +147,7 @@ class SpikePolicy:
             earlier = [s for s in gather_json(known, run.ctx.world)[0] if s < step]
             if not earlier:
                 raise SpikeError(
-                    f"{message} {folder} has no checkpoint of a step before it to go back to: "
+                    f"{message} {folder} has no checkpoint of an earlier step to rewind to: "
                     "give a lower --save-interval, or --spike-policy skip."
                 )
             last = step - self._options.spike_rewind_steps
@@ -164,8 +164,8 @@ class SpikePolicy:
                 f"a lower --lr, or look at the data. {self._pointer(step)}"
             )
         return (
-            f"{self._pointer(step)} The same command with --auto-resume goes on with the next "
-            "batch; --spike-policy skip or rewind does so without ending."
+            f"{self._pointer(step)} Repeat the command with --auto-resume to continue with the "
+            "next batch, or use --spike-policy skip or rewind, which do not end the run."
         )
 
     def _pointer(self, step: int) -> str:

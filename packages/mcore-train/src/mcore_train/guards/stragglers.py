@@ -1,12 +1,12 @@
-"""Scores of every rank: which ranks are slow, and in what.
+"""Finds slow ranks by scores of their GEMMs, links, steps and data loading.
 
 A score is a rank's rate over the median of comparable ranks: 1 is usual, 0.5 half as fast. A
-rank below the threshold in two reports of one kind in a row is named with its host
-(``SlowRanks``); one slow step names nobody. Two sources report scores. The waterfall scores the
-work of one step. With ``--log-straggler`` each rank also times its waits for data and, on a
+rank that is below the threshold in two consecutive reports of a kind is logged with its host
+(``SlowRanks``); a single slow step is not logged. Scores have two sources. The waterfall scores
+the work of one step. With ``--log-straggler`` each rank also times its waits for data and, on a
 CPU, the share of a step in which it did not wait for other ranks; at an interval all ranks
-multiply one matrix, exchange one message with a neighbour, and gather the four numbers. The
-interval grows until these reports cost less than ``MOST_SHARE`` of the time.
+multiply a matrix, exchange a message with a neighbour, and gather the four numbers. The
+interval grows until these reports take less than ``MAX_SHARE`` of the time.
 """
 
 import logging
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-MOST_SHARE = 0.003
-"""Of the time between two reports that a report may take."""
+MAX_SHARE = 0.003
+"""Largest share of a report in the time between two reports."""
 GEMM_SIDE = {"cuda": 4096, "cpu": 256}
 MESSAGE_BYTES = {"cuda": 1 << 22, "cpu": 1 << 16}
 SAMPLES = 50
-"""Looks at the stack in one step."""
+"""Samples of the stack in one step."""
 KINDS = ("gemm", "link", "step", "data")
-"""What is scored: a matrix product, the exchange with a neighbour, the part of a step in which
-the rank waited for no other, and the part of a step in which it did not wait for data."""
+"""Kinds of scores: a GEMM, the exchange with a neighbour, the time of a step without waits for
+other ranks, and the share of a step without waits for data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +56,46 @@ class Straggler:
     kind: str
     """One of ``KINDS``."""
     score: float
-    """Of the median; 1 is usual."""
+    """Rate over the median rate; 1 is usual."""
 
     def __str__(self) -> str:
-        """Describe it for the log."""
-        what = {
+        """Describe the rank for the log."""
+        activity = {
             "gemm": "multiplies matrices",
             "link": "exchanges messages",
             "step": "computes its part of a step",
             "data": "gets its batches",
         }[self.kind]
-        return f"rank {self.rank} on {self.host} {what} at {self.score:.2f} of the usual rate"
+        rate = f"{self.score:.2f} of the usual rate"
+        return f"rank {self.rank} on {self.host} {activity} at {rate}"
 
 
 def scores(numbers: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Divide each rank's rates by the median over ranks; a rank without a rate scores 1.
 
     Args:
-        numbers: rates by kind, one for each rank; NaN where a rank has none.
+        numbers: rates by kind, one for each rank; NaN for a rank without a rate.
     """
-    found = {}
+    by_kind = {}
     for kind, rates in numbers.items():
         known = [rate for rate in rates if math.isfinite(rate) and rate > 0]
-        usual = statistics.median_high(known) if known else 1.0
-        found[kind] = [rate / usual if math.isfinite(rate) else 1.0 for rate in rates]
-    return found
+        median = statistics.median_high(known) if known else 1.0
+        by_kind[kind] = [rate / median if math.isfinite(rate) else 1.0 for rate in rates]
+    return by_kind
 
 
 class SlowRanks:
-    """Names ranks whose scores are below a threshold twice in a row.
+    """Finds ranks whose scores are below a threshold twice in a row.
 
     Attributes:
-        found: stragglers of the newest scores of each kind.
+        found: stragglers by the newest scores of each kind.
     """
 
     def __init__(self, hosts: Sequence[str], threshold: float) -> None:
         """Begin without scores.
 
         Args:
-            hosts: of each rank.
+            hosts: host name of each rank.
             threshold: score below which a rank is slow.
         """
         self.found: list[Straggler] = []
@@ -103,42 +104,42 @@ class SlowRanks:
         self._scored_at: dict[str, int] = {}
 
     def add(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
-        """Judge the scores of some kinds; log who is slow now, and who is no longer.
+        """Compare new scores with the threshold; log ranks that became slow or recovered.
 
         Args:
-            step: at which they were measured.
-            scores: by kind, one for each rank.
+            step: step of the scores.
+            scores: scores by kind, one for each rank.
         """
         for kind, by_rank in scores.items():
             before = {each.rank for each in self.found if each.kind == kind}
             low = {rank for rank, score in enumerate(by_rank) if score < self._threshold}
             twice = low & self._low.get(kind, set())
-            named = [Straggler(r, self._hosts[r], kind, by_rank[r]) for r in sorted(twice)]
-            for each in named:
-                if each.rank not in before:
-                    log.warning("%s, since step %d", each, self._scored_at[kind])
+            slow = [Straggler(r, self._hosts[r], kind, by_rank[r]) for r in sorted(twice)]
+            for straggler in slow:
+                if straggler.rank not in before:
+                    log.warning("%s, since step %d", straggler, self._scored_at[kind])
             for rank in sorted(before - low):
                 host = self._hosts[rank]
                 log.info("rank %d on %s is as fast as others again (%s)", rank, host, kind)
-            self.found = [each for each in self.found if each.kind != kind] + named
+            self.found = [each for each in self.found if each.kind != kind] + slow
             self._low[kind], self._scored_at[kind] = low, step
 
 
 class StragglerWatch:
-    """Scores ranks for one run; all ranks call every method together.
+    """Measures the scores of all ranks of a run; every method is collective.
 
     Attributes:
-        interval: steps between reports now.
-        slow_ranks: judges the scores.
+        interval: current number of steps between reports.
+        slow_ranks: finds slow ranks by their scores.
     """
 
     def __init__(self, ctx: ParallelContext, config: WatchConfig, reporter: Reporter) -> None:
-        """Gather the hosts' names; without ``--log-straggler`` only ``add_work`` may act.
+        """Gather host names; without ``--log-straggler`` only ``add_work`` has an effect.
 
         Args:
-            ctx: of all ranks.
+            ctx: axes of all ranks.
             config: interval and threshold.
-            reporter: gets each report as a record ``stragglers``.
+            reporter: writes each report as a record ``stragglers``.
         """
         self.is_on = config.log_straggler and ctx.world.size > 1
         self.interval = config.straggler_interval
@@ -155,16 +156,16 @@ class StragglerWatch:
         self.slow_ranks = SlowRanks([name for name, _ in hosts], config.straggler_threshold)
 
     def add_work(self, step: int, scores: Sequence[float]) -> None:
-        """Judge the ranks' own work in one step, as the waterfall scores it.
+        """Add the waterfall's scores of the work in one step.
 
-        Without ``--log-straggler`` only work of GPUs is judged: on a CPU other processes on the
-        host make single steps slow.
+        Without ``--log-straggler`` only scores of GPUs are used: on a CPU other processes of
+        the host make single steps slow.
         """
         if self.is_on or self._ctx.device.type == "cuda":
             self.slow_ranks.add(step, {"step": scores})
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Pass batches on, and time the waits for them."""
+        """Yield the batches of an iterator, and measure the time to get them."""
         if not self.is_on:
             yield from batches
             return
@@ -179,10 +180,10 @@ class StragglerWatch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context around step ``number``; after the last step of an interval, reports.
+        """Context of step ``number``; reports after the last step of an interval.
 
         Raises:
-            RuntimeError: if a peer is lost.
+            RuntimeError: if another rank is lost.
         """
         if not self.is_on:
             yield
@@ -190,7 +191,8 @@ class StragglerWatch:
         began_s, data_s = time.perf_counter(), self._data_s
         is_last = number >= self._due
         is_first = not self._last_s
-        # The host runs ahead of a GPU: the stack of the host does not show the device's work.
+        # On a GPU the host runs ahead of the device, so its stack does not show the device's
+        # work.
         on_cpu = self._ctx.device.type == "cpu"
         sampler = (
             _Sampler(self._last_s / SAMPLES) if is_last and on_cpu and not is_first else None
@@ -199,12 +201,12 @@ class StragglerWatch:
             yield
         finally:
             share = sampler.stop() if sampler is not None else math.nan
-        self._last_s = took_s = time.perf_counter() - began_s
-        self._step_s += took_s
-        if is_first:  # it loads kernels and files
+        self._last_s = elapsed_s = time.perf_counter() - began_s
+        self._step_s += elapsed_s
+        if is_first:  # the first step loads kernels and files
             self._step_s = self._data_s = 0.0
         if is_last:
-            self._busy_s = took_s * share - (self._data_s - data_s)
+            self._busy_s = elapsed_s * share - (self._data_s - data_s)
             self._report(number)
 
     def _report(self, number: int) -> None:
@@ -224,20 +226,23 @@ class StragglerWatch:
             device=device,
         )
         *columns, costs = all_gather(rates[None], self._ctx.world).t().tolist()
-        found = scores(dict(zip(KINDS, columns, strict=True)))
-        self.slow_ranks.add(number, found)
-        # Of the last report. The rank that came last waited for no other: its cost counts.
-        if min(costs) > MOST_SHARE:
-            self.interval = math.ceil(self.interval * min(costs) / MOST_SHARE)
-            log.info("straggler reports cost too much: every %d steps from now", self.interval)
+        by_kind = scores(dict(zip(KINDS, columns, strict=True)))
+        self.slow_ranks.add(number, by_kind)
+        # Costs of the previous report. The smallest counts: the last rank waited for no other.
+        if min(costs) > MAX_SHARE:
+            self.interval = math.ceil(self.interval * min(costs) / MAX_SHARE)
+            log.info(
+                "straggler reports take too much time: the interval is now %d steps",
+                self.interval,
+            )
         self._due = number + self.interval
         self._data_s = self._step_s = self._busy_s = 0.0
         self._reported_s = time.perf_counter()
         self._cost_s = self._reported_s - began_s
         worst = {
-            f"{kind}_{what}": value
-            for kind, by_rank in found.items()
-            for what, value in (
+            f"{kind}_{name}": value
+            for kind, by_rank in by_kind.items()
+            for name, value in (
                 ("lowest_score", min(by_rank)),
                 ("lowest_rank", by_rank.index(min(by_rank))),
             )
@@ -246,25 +251,25 @@ class StragglerWatch:
 
 
 class _Sampler:
-    """A thread that looks at the stack of its maker and counts when it is not waiting."""
+    """Thread that samples the stack of its creator, and counts samples without a wait."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = max(period_s, 1e-3)
-        self._maker = threading.get_ident()
+        self._sampled_thread = threading.get_ident()
         self._ended = threading.Event()
-        self._num_looks = self._num_busy = 0
+        self._num_samples = self._num_busy = 0
         self._thread = threading.Thread(target=self._run, name="stragglers", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._ended.wait(self._period_s):
-            self._num_looks += 1
-            self._num_busy += not is_waiting(sys._current_frames(), self._maker)
+            self._num_samples += 1
+            self._num_busy += not is_waiting(sys._current_frames(), self._sampled_thread)
 
     def stop(self) -> float:
-        """Return the share of looks at which the maker did not wait; NaN: too few."""
+        """Return the share of samples without a wait; NaN if there are fewer than five."""
         self._ended.set()
         self._thread.join()
-        if self._num_looks < 5:
+        if self._num_samples < 5:
             return math.nan
-        return max(self._num_busy, 1) / self._num_looks
+        return max(self._num_busy, 1) / self._num_samples

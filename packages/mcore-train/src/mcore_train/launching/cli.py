@@ -1,4 +1,4 @@
-"""``mcore-train launch``: render, submit and follow jobs; and what rendered scripts call."""
+"""``mcore-train launch``: renders, submits and follows jobs; commands that job scripts call."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class LauncherOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalOptions(LauncherOptions):
-    """Options of ``launch local``: the hosts of the job are processes here."""
+    """Options of ``launch local``, which runs the job's hosts as processes of this machine."""
 
     local: LocalConfig = field(default_factory=LocalConfig)
 
@@ -59,7 +59,7 @@ class KubernetesOptions(LauncherOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayOptions(KubernetesOptions):
-    """Options of ``launch ray``: an image makes a RayJob, none a driver for a Ray cluster."""
+    """Options of ``launch ray``: with an image a RayJob, else a driver for a Ray cluster."""
 
     ray: RayConfig = field(default_factory=RayConfig)
 
@@ -93,13 +93,13 @@ _USAGE = """usage: mcore-train launch LAUNCHER [OPTIONS] -- TRAINING COMMAND
 Checks the training command, renders files that start it on several hosts, and submits them.
 
 launchers:
-  slurm       a batch script with restarts inside and requeueing around
+  slurm       a batch script that restarts and requeues the job
   kubernetes  a JobSet, a TrainJob or a PyTorchJob
   ray         a RayJob, or a driver for a running Ray cluster
   skypilot    a SkyPilot task
-  local       run the job here, each host a process, with the restarts of a cluster
+  local       runs the job on this machine, with processes as hosts and the same restarts
 
-jobs that were submitted:
+submitted jobs:
   status JOB
   logs JOB
   cancel JOB
@@ -112,7 +112,7 @@ mcore-train launch LAUNCHER --help shows a launcher's options."""
 
 
 def _render(verb: str, words: list[str]) -> int:
-    """Check both sides of the command line, render, and submit if asked to."""
+    """Check launcher options and training command, render the job, and submit it if asked."""
     from mcore_train.launching.job import build_job
 
     launcher_words, command = _split(words)
@@ -133,7 +133,9 @@ def _render(verb: str, words: list[str]) -> int:
         sees_files=sees_files,
     )
     if options.job.is_elastic and verb not in ("slurm", "local"):
-        faults.add(f"--min-nodes works under launch slurm and launch local, not launch {verb}.")
+        faults.add(
+            f"--min-nodes is supported by launch slurm and launch local, not by launch {verb}."
+        )
     if verb == "kubernetes":
         from mcore_train.launching.kubernetes import check
 
@@ -157,8 +159,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line at its first ``--``."""
     if "--" not in words:
         return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
+    index = words.index("--")
+    return words[:index], words[index + 1 :]
 
 
 def _python(verb: str) -> str:
@@ -180,7 +182,7 @@ def _submit(config: SubmitConfig, submit: Callable[[], str]) -> int:
 
 
 Rendered = tuple[dict[str, str], Callable[[Path], str]]
-"""Texts by file name, and what submits their folder and returns the job's id."""
+"""Texts by file name, and a function that submits their folder and returns the job's id."""
 
 
 def _slurm(job: Any, options: SlurmOptions) -> Rendered:
@@ -236,7 +238,7 @@ LAUNCHERS: Mapping[str, tuple[type[Any], Callable[[Any, Any], Rendered], bool]] 
     "skypilot": (SkyPilotOptions, _skypilot, False),
     "local": (LocalOptions, _local, True),
 }
-"""Options, renderer, and whether this host has the files of the job's hosts."""
+"""By launcher: options, renderer, and whether this host has the files of the job's hosts."""
 
 
 def _on_job(verb: str, words: list[str]) -> int:
@@ -244,7 +246,7 @@ def _on_job(verb: str, words: list[str]) -> int:
     from mcore_train.launching import clients
 
     def call(job: str, /) -> int:
-        """Ask a job's scheduler; JOB is the id that --submit printed."""
+        """Query or cancel a job by its scheduler; JOB is the id that --submit printed."""
         if answer := getattr(clients, verb)(job):
             print(answer)
         return 0
@@ -260,11 +262,11 @@ def preflight(
     save: str = "",
     timeout_s: float = 300.0,
 ) -> int:
-    """Compare this host with the others of its job, before ranks start.
+    """Compare this host with the other hosts of its job, before ranks start.
 
     Args:
         logs: log folder of the attempt, which all hosts share.
-        num_ranks: ranks that each host is to start.
+        num_ranks: number of ranks that each host starts.
         has_gpus: whether each rank needs a GPU.
         save: run folder that all hosts write to.
         timeout_s: time to wait for the other hosts.
@@ -292,9 +294,9 @@ def after(
         status: exit code of the attempt.
         save: run folder of the job.
         last_step: step after which the run is finished; 0: unknown.
-        max_restarts: restarts in a row without a newly saved step.
-        restart_backoff_s: pause before the first of these.
-        record: keep the answer in the job's history, and count by it.
+        max_restarts: consecutive restarts without a newly saved step.
+        restart_backoff_s: pause before the first of these restarts.
+        record: write the answer to the job's history, and use the history to count restarts.
     """
     from mcore_train.launching.restarts import after_attempt
 
@@ -318,4 +320,4 @@ VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "preflight": lambda words: parse_options(preflight, f"{PROGRAM} preflight", words),
     "next": lambda words: parse_options(after, f"{PROGRAM} next", words),
 }
-"""Verbs for jobs, and the two that rendered scripts call."""
+"""Verbs for jobs; ``preflight`` and ``next`` are called by rendered scripts."""

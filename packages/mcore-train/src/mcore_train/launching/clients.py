@@ -1,7 +1,7 @@
-"""Jobs that are submitted: their schedulers' own programs, called by name.
+"""Submits, queries and cancels jobs with the command-line programs of their schedulers.
 
-The form of a job's id names its scheduler: digits are Slurm's, NAMESPACE/KIND/NAME is
-kubectl's, ray/ID and sky/NAME are Ray's and SkyPilot's.
+The form of a job's id determines its scheduler: digits for Slurm, NAMESPACE/KIND/NAME for
+Kubernetes (kubectl), ray/ID for Ray, sky/NAME for SkyPilot.
 """
 
 import logging
@@ -14,11 +14,11 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_OVER = re.compile(
+_ENDED = re.compile(
     r"COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|"
     r"SUCCEEDED|STOPPED|Completed|Complete|Failed|Succeeded"
 )
-"""States after which no scheduler starts a job again."""
+"""Final states of jobs."""
 _POD_LABELS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "rayjob": "ray.io/originated-from-cr-name",
@@ -28,7 +28,7 @@ _JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Commands of one job's scheduler."""
+    """Commands for one job."""
 
     status: tuple[str, ...]
     logs: tuple[str, ...]
@@ -36,10 +36,10 @@ class Client:
 
 
 def client_of(job_id: str) -> Client:
-    """Return the commands of a job.
+    """Return the scheduler's commands for a job.
 
     Raises:
-        ValueError: if the id is no scheduler's.
+        ValueError: if the id has the form of no scheduler.
     """
     if re.fullmatch(r"\d+", job_id):
         return Client(
@@ -67,19 +67,19 @@ def client_of(job_id: str) -> Client:
             (*kubectl, "delete", f"{kind}/{name}"),
         )
     raise ValueError(
-        f"{job_id!r} is no job: give Slurm's number, NAMESPACE/KIND/NAME of Kubernetes, ray/ID "
-        "or sky/NAME, as --submit printed it."
+        f"{job_id!r} is not a job's id: give Slurm's number, NAMESPACE/KIND/NAME of "
+        "Kubernetes, ray/ID or sky/NAME, as --submit printed it."
     )
 
 
 def submit_slurm(script: Path) -> str:
     """Submit a batch script; return the job's number."""
-    # A federation answers NUMBER;CLUSTER.
+    # In a federation sbatch prints NUMBER;CLUSTER.
     return run(["sbatch", "--parsable", str(script)]).strip().partition(";")[0]
 
 
 def submit_kubernetes(file: Path, job_id: str) -> str:
-    """Apply a file of resources; return the id that was made for it."""
+    """Apply a file of resources by kubectl; return ``job_id``."""
     namespace = job_id.partition("/")[0]
     log.info("%s", run(["kubectl", "--namespace", namespace, "apply", "-f", str(file)]).strip())
     return job_id
@@ -100,7 +100,7 @@ def submit_sky(task: Path, name: str) -> str:
 
 
 def status(job_id: str) -> str:
-    """Return a job's state as its scheduler tells it; a Slurm job that left the queue too."""
+    """Return the state that a job's scheduler reports; for Slurm also of ended jobs."""
     queued = _attempt(client_of(job_id).status)
     if not job_id.isdecimal():
         if job_id.startswith("sky/"):
@@ -118,13 +118,13 @@ def status(job_id: str) -> str:
 
 
 def logs(job_id: str) -> str:
-    """Return what a job has printed."""
+    """Return the output of a job."""
     output = run(client_of(job_id).logs)
     if not job_id.isdecimal():
         return output
     file = Path(_slurm_fields(output)["StdOut"])
     if not file.is_file():
-        raise FileNotFoundError(f"job {job_id} has not written {file} yet.")
+        raise FileNotFoundError(f"job {job_id} has not written {file} yet: try again later.")
     return file.read_text(errors="replace")
 
 
@@ -139,11 +139,11 @@ def wait_for(
     """Wait until a job has written a file or folder, then cancel the job.
 
     Raises:
-        RuntimeError: if the job ends before.
+        RuntimeError: if the job ends without writing ``artifact``.
     """
     while not artifact.exists():
         state = status(job_id)
-        if _OVER.search(state) and not artifact.exists():
+        if _ENDED.search(state) and not artifact.exists():
             raise RuntimeError(f"job {job_id} ended without {artifact}: {state}")
         log.info("waiting for %s: %s", artifact, state or "no state yet")
         sleep(poll_s)
@@ -152,25 +152,25 @@ def wait_for(
 
 
 def run(command: Sequence[str]) -> str:
-    """Run a scheduler's program; return what it prints.
+    """Run a scheduler's program; return its output.
 
     Raises:
-        RuntimeError: if the program is missing or fails, with what it reported.
+        RuntimeError: if the program is missing or fails, with its error message.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise RuntimeError(
             f"{command[0]} is not on PATH: run this command on a host that has it."
         ) from None
-    if done.returncode:
-        message = (done.stderr or done.stdout).strip()
-        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {message}")
-    return done.stdout
+    if result.returncode:
+        message = (result.stderr or result.stdout).strip()
+        raise RuntimeError(f"{' '.join(command)} failed with {result.returncode}: {message}")
+    return result.stdout
 
 
 def _attempt(command: Sequence[str]) -> str:
-    """Run a program whose failure means that it does not know the job."""
+    """Run a program; return "" if it fails, since the scheduler has forgotten the job."""
     try:
         return run(command)
     except RuntimeError as error:

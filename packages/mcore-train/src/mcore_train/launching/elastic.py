@@ -1,10 +1,10 @@
-"""Layouts of a job for fewer hosts than it asks for, chosen before it starts.
+"""Chooses the layouts of an elastic job for fewer hosts than ``--nodes``, before it starts.
 
 The global batch and the order of the samples do not depend on the number of data ranks, so a
-run continues with any of them. For each number of hosts the command's own layout is kept if it
-is valid: then the number of data ranks changes alone. Else the planner ranks the layouts that
-differ in ``--elastic-options``, and the fastest one that the run's checks accept becomes a part
-of the host script. A number of hosts without a layout is not used.
+run continues with any number. For each number of hosts the command's own layout is used if it
+is valid; then only the number of data ranks changes. Otherwise the planner ranks the layouts
+that differ in ``--elastic-options``, and the host script uses the fastest layout that the run's
+checks accept. A number of hosts without a valid layout is not used.
 """
 
 import logging
@@ -23,10 +23,10 @@ from mcore_train.resolution import Plan
 log = logging.getLogger(__name__)
 
 CANDIDATES = 5
-"""Layouts of the planner that are tried for one number of hosts."""
+"""Number of the planner's layouts that are checked for one number of hosts."""
 
 IsValid = Callable[[Sequence[str], int], bool]
-"""Whether further flags make a valid command for a number of ranks."""
+"""Whether the command with additional flags is valid for a number of ranks."""
 
 
 def layouts_by_hosts(
@@ -35,10 +35,10 @@ def layouts_by_hosts(
     """Choose the flags to add to a command for each number of hosts.
 
     Args:
-        config: of the job; ``nodes`` is the most hosts.
+        config: options of the job; ``nodes`` is the largest number of hosts.
         train: options of the command.
-        plan: of the command on all hosts.
-        family: of the model.
+        plan: plan of the command on all hosts.
+        family: family of the model.
         is_valid: checks a command as a run does.
 
     Raises:
@@ -47,7 +47,8 @@ def layouts_by_hosts(
     allowed = {name.strip("-").replace("-", "_") for name in config.elastic_options}
     if unknown := allowed - flat(train).keys():
         raise ValueError(
-            f"--elastic-options {', '.join(sorted(unknown))}: no such option of training."
+            f"--elastic-options {', '.join(sorted(unknown))}: mcore-train gpt has no such "
+            "option. Remove it."
         )
     layouts: dict[int, tuple[str, ...]] = {}
     for hosts in range(config.min_nodes, config.nodes):
@@ -56,16 +57,15 @@ def layouts_by_hosts(
             layouts[hosts] = ()
         elif (flags := _planned(config, train, plan, family, world_size, is_valid)) is not None:
             layouts[hosts] = flags
-            log.info("with %d hosts the job runs with %s", hosts, " ".join(flags))
+            log.info("layout for %d hosts: %s", hosts, " ".join(flags))
     if not layouts:
         raise ValueError(
-            f"--min-nodes {config.min_nodes}: no layout that differs in "
-            f"{', '.join(flag(name) for name in sorted(allowed))} fits fewer than "
-            f"{config.nodes} hosts. Name more options in --elastic-options, or leave "
-            "--min-nodes out."
+            f"--min-nodes {config.min_nodes}: no valid layout for fewer than {config.nodes} "
+            f"hosts differs only in {', '.join(flag(name) for name in sorted(allowed))}. Add "
+            "options to --elastic-options, or leave --min-nodes out."
         )
     if unused := sorted(set(range(config.min_nodes, config.nodes)) - layouts.keys()):
-        log.info("no layout for %s hosts: the job never starts with them", unused)
+        log.info("no valid layout for %s hosts: these numbers are not used", unused)
     return {**layouts, config.nodes: ()}
 
 

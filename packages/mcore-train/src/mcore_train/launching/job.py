@@ -1,8 +1,9 @@
-"""A job that any launcher starts: its checked training command, environment and host script.
+"""A job, independent of its launcher: checked training command, environment and host script.
 
-The host script is the part that all launchers share. Every host runs it once, with
-``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES``, ``NODE_RANK`` and ``MCORE_LOGS`` set; it compares
-the hosts, starts torchrun's agent, and turns SIGTERM into a warning that ranks save after.
+All launchers share the host script. Every host runs it once, with ``MASTER_ADDR``,
+``MASTER_PORT``, ``NNODES``, ``NODE_RANK`` and ``MCORE_LOGS`` set. The script compares the
+hosts, starts torchrun's agent, and on SIGTERM sends SIGUSR1 to the ranks, which then save and
+end.
 """
 
 import logging
@@ -30,18 +31,18 @@ MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One checked training command on some hosts, before a launcher renders it."""
+    """A checked training command and the hosts that run it; input of the launchers."""
 
     config: JobConfig
     restarts: RestartConfig
     command: tuple[str, ...]
-    """What follows ``python -m mcore_train``."""
+    """Arguments of ``python -m mcore_train``."""
     python: str
     environment: dict[str, str]
     workdir: str
     log_dir: str
     save: str
-    """Run folder whose newest step tells how far the run has come; empty: none."""
+    """Run folder, whose newest step is the progress of the run; empty: none."""
     train_iters: int
     """Step after which the run is finished; 0: unknown."""
     uses_gpus: bool
@@ -63,26 +64,26 @@ def build_job(
     default_python: str = "uv run python",
     sees_files: bool = True,
 ) -> Job | None:
-    """Check a training command for the hosts of a job, as a run checks it.
+    """Check a training command for the hosts of a job, as a run checks it; build the job.
 
     Args:
-        config: of the job.
-        restarts: of the job; a run that is restarted gets ``--auto-resume``.
+        config: options of the job.
+        restarts: restart options; a run that can be restarted gets ``--auto-resume``.
         words: the training command: ``gpt`` and its flags.
-        faults: takes everything that is wrong.
-        container: in which ranks run.
-        default_python: where ``--python`` is left out.
-        sees_files: whether this host has the files of the job's hosts. If not, faults of
-            files below the container's mounts are left to the hosts.
+        faults: collects all errors.
+        container: container of the ranks.
+        default_python: used if ``--python`` is not given.
+        sees_files: whether this host has the files of the job's hosts. If not, errors about
+            files in the container's mounts are ignored; the hosts check these files.
 
     Returns:
-        None, with its faults added, if the command cannot run.
+        The job, or None if the command cannot run; then errors were added to ``faults``.
     """
     container = container or ContainerConfig()
     name, *flags = words or [""]
     if name not in FAMILY_COMMANDS:
         faults.add(
-            f"after -- comes a training command ({', '.join(FAMILY_COMMANDS)}) and its flags, "
+            f"give a training command ({', '.join(FAMILY_COMMANDS)}) and its flags after --, "
             f"not {name!r}: mcore-train launch slurm --nodes 8 -- gpt --recipe run.toml."
         )
         return None
@@ -102,20 +103,20 @@ def build_job(
     faults.attempt(_set_connections, environment, train)
     workdir = config.workdir or container.container_workdir or str(Path.cwd())
     if workdir == str(Path.cwd()) and not _is_inside(container, workdir):
-        workdir = "."  # the image's own folder: it does not have this one
+        workdir = "."  # the container does not have this folder: use the image's
     save = train.saving.save
     if save and not is_store(as_path(save)):
         save = os.path.normpath(Path(workdir) / save)
     if not save and restarts.max_restarts:
         log.info(
-            "without --save the job is not restarted: a restart continues from a saved step"
+            "the job will not be restarted: restarts need a saved step, and --save is not given"
         )
         restarts = replace(restarts, max_restarts=0)
     layouts: Mapping[int, tuple[str, ...]] = {}
     if config.is_elastic and plan is not None:
         if not train.batch.global_batch_size:
             flags += ["--global-batch-size", str(plan.global_batch_size)]
-            log.info("--global-batch-size %d is added: it stays", plan.global_batch_size)
+            log.info("--global-batch-size %d is added, to keep it", plan.global_batch_size)
             batch = replace(train.batch, global_batch_size=plan.global_batch_size)
             train = replace(train, batch=batch)
 
@@ -129,10 +130,10 @@ def build_job(
     command = [name, *flags]
     if save and not resume_flags:
         command.append("--auto-resume")
-        log.info("--auto-resume is added: a restarted job continues from the newest saved step")
+        log.info("--auto-resume is added, so that restarts continue from the newest saved step")
     if train.saving.overwrite:
         faults.add(
-            "--overwrite would delete the run at each restart: delete the folder before, or "
+            "--overwrite would delete the run at each restart: delete the folder yourself, or "
             "give another --save."
         )
     log_parent = save if save and not is_store(as_path(save)) else workdir
@@ -164,16 +165,17 @@ def _check_command(
     decides_resuming: bool,
     faults: FaultCollector,
 ) -> tuple[TrainConfig, Plan | None] | None:
-    """Parse a training command and plan it for a world; add all faults.
+    """Parse a training command and plan it for a number of ranks; add errors to ``faults``.
 
     Args:
-        name: of the command.
-        flags: of the command.
+        name: name of the command.
+        flags: flags of the command.
         world_size: ranks of the job.
-        remote_folders: that only the job's hosts have; faults of files in them are dropped.
-        decides_resuming: whether the flags have ``--auto-resume`` or its opposite; else a run
-            that saves resumes.
-        faults: takes all others.
+        remote_folders: folders of the job's hosts only; errors about files in these folders
+            are logged and ignored.
+        decides_resuming: whether the flags have ``--auto-resume`` or ``--no-auto-resume``. If
+            not, ``--auto-resume`` is assumed for a run that saves.
+        faults: collects all other errors.
     """
     command = FAMILY_COMMANDS[name]
     command_faults, plans = FaultCollector(), []
@@ -189,21 +191,23 @@ def _check_command(
     )
     if config is not None:
         command_faults.attempt(check, config)
-    kept = [
+    local_faults = [
         line
         for line in command_faults.lines
         if not any(f"{folder}/" in line for folder in remote_folders)
     ]
-    if kept:
-        faults.add_error(OptionsError(kept))
+    if local_faults:
+        faults.add_error(OptionsError(local_faults))
     elif command_faults.lines:
-        left = "; ".join(command_faults.lines)
-        log.info("left to the job's hosts, which have the files: %s", left)
+        log.info(
+            "not checked here, since only the job's hosts have the files: %s",
+            "; ".join(command_faults.lines),
+        )
     return None if config is None else (config, plans[0] if plans else None)
 
 
 def _for_gpus(config: TrainConfig) -> TrainConfig:
-    """Choose bfloat16 for ``--precision auto``: this host's device is not the job's."""
+    """Replace ``--precision auto`` by bfloat16, since the job's hosts may have other GPUs."""
     if config.precision.precision != "auto":
         return config
     bf16 = config.run.device != "cpu"
@@ -213,9 +217,10 @@ def _for_gpus(config: TrainConfig) -> TrainConfig:
 def max_connections(config: TrainConfig) -> str:
     """Return ``CUDA_DEVICE_MAX_CONNECTIONS`` for a layout; empty: CUDA's default.
 
-    1 makes a collective start before the GEMM launched after it, which tensor and context
-    parallelism rely on before Blackwell. Fully sharded weights need several queues, so that
-    gathers overlap; batch-level overlap of experts takes 32.
+    With 1, a collective starts before a GEMM that is launched after it; the overlap of tensor
+    and context parallelism needs this order on GPUs before Blackwell. Fully sharded weights
+    need several queues, so that gathers overlap with GEMMs; batch-level overlap of experts
+    needs 32.
     """
     parallelism = config.parallelism
     if config.run.device == "cpu":
@@ -231,32 +236,31 @@ def max_connections(config: TrainConfig) -> str:
 
 
 def _set_connections(environment: dict[str, str], config: TrainConfig) -> None:
-    """Add the layout's ``CUDA_DEVICE_MAX_CONNECTIONS``, or refuse one that contradicts it."""
-    wanted, given = max_connections(config), environment.get(MAX_CONNECTIONS, "")
-    if given == "1" and config.data_parallelism.is_fully_sharded:
+    """Add the layout's ``CUDA_DEVICE_MAX_CONNECTIONS``; refuse another value of ``--env``."""
+    required, value = max_connections(config), environment.get(MAX_CONNECTIONS, "")
+    if value == "1" and config.data_parallelism.is_fully_sharded:
         raise ValueError(
             f"--env {MAX_CONNECTIONS}=1 serializes the gathers of fully sharded weights with "
             "the GEMMs they should overlap: leave it out."
         )
-    allowed = {"32": ("1", "32"), "1": ("1",)}.get(wanted, (given,))
-    if given and given not in allowed:
-        needed = " or ".join(allowed)
+    allowed = {"32": ("1", "32"), "1": ("1",)}.get(required, (value,))
+    if value and value not in allowed:
         raise ValueError(
-            f"--env {MAX_CONNECTIONS}={given}: this layout needs {needed}, except "
-            "on Blackwell, where it has no effect. Leave it out; the launcher sets it."
+            f"--env {MAX_CONNECTIONS}={value}: this layout needs {' or '.join(allowed)}, "
+            "except on Blackwell, where it has no effect. Leave it out; the launcher sets it."
         )
-    if wanted and not given:
-        environment[MAX_CONNECTIONS] = wanted
+    if required and not value:
+        environment[MAX_CONNECTIONS] = required
 
 
 def _check_mounts(container: ContainerConfig, paths: dict[str, str]) -> None:
-    """Refuse a path that all hosts share and that no mount brings into the container."""
+    """Refuse paths of shared files that are not in a mount of the container."""
     if not container.container_image:
         return
     targets = ", ".join(container.targets) or "none given"
     outside = [
-        f"{option} {path} is in none of --container-mounts ({targets}): it would be lost with "
-        "the container."
+        f"{option} {path} is in none of --container-mounts ({targets}): the files would be "
+        "lost with the container. Add a mount, or give a path in one."
         for option, path in paths.items()
         if path and not is_store(as_path(path)) and not _is_inside(container, path)
     ]
@@ -265,13 +269,13 @@ def _check_mounts(container: ContainerConfig, paths: dict[str, str]) -> None:
 
 
 def _is_inside(container: ContainerConfig, path: str) -> bool:
-    """Return whether a folder of this machine or of a mount exists where the ranks run."""
+    """Whether the ranks can see a path: it is in a mount, or there is no container."""
     mounted = (f"{path}/".startswith(f"{each.rstrip('/')}/") for each in container.targets)
     return not container.container_image or any(mounted)
 
 
 def exports(job: Job) -> list[str]:
-    """Return the lines that set a job's environment; unset what the layout must not have."""
+    """Return the shell lines that set a job's environment and unset inherited values."""
     lines = [f"export {name}={shlex.quote(text)}" for name, text in job.environment.items()]
     if job.uses_gpus and MAX_CONNECTIONS not in job.environment:
         lines.append(f"unset {MAX_CONNECTIONS}")
@@ -283,10 +287,10 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
 
     Args:
         job: what to start.
-        preamble: lines that set the variables named in the module's docstring.
-        retry_code: for schedulers that restart by exit code: the code after a failure that
-            may pass or a stop before the last step; others end with their class's code in
-            ``FAULTS``. 0: torchrun's own code.
+        preamble: shell lines that set the variables of the module's docstring.
+        retry_code: for schedulers that restart by exit code: exit code after a temporary
+            failure or a stop before the last step; other failures use the code of their class
+            in ``FAULTS``. 0: the exit code of torchrun.
     """
     config = job.config
     lines = [
@@ -298,7 +302,7 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
     ]
     if job.layouts:
         lines += [
-            "# What the layout needs with so many hosts; batch and order of the data stay.",
+            "# Flags of the layout for this number of hosts; batch and data are the same.",
             'case "$NNODES" in',
             *(
                 f"    {hosts}) layout=({' '.join(map(shlex.quote, flags))}) ;;"
@@ -312,7 +316,7 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
         gpus = "--has-gpus" if job.uses_gpus else "--no-has-gpus"
         save = f" --save {shlex.quote(job.save)}" if job.save else ""
         lines += [
-            "# Ends with 2 before a rank starts if hosts differ in what they must share.",
+            "# Exits with 2 before ranks start if a comparison of the hosts fails.",
             f'{job.python} -m mcore_train launch preflight --logs "$MCORE_LOGS" \\',
             f"    --num-ranks {config.nproc_per_node} {gpus}{save} \\",
             f"    --timeout-s {config.preflight_timeout_s:g} 2>&1 \\",
@@ -331,11 +335,11 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
             f"    --ft-rank-section-timeouts {config.ft_rank_section_timeouts} \\",
         ]
     lines += [
-        "# Where ranks write their last collectives when one hangs, for mcore-train triage.",
+        "# If a collective hangs, ranks write the last ones here, for mcore-train triage.",
         'export TORCH_FR_DUMP_TEMP_FILE="$MCORE_LOGS/host-$NODE_RANK/nccl_trace_rank_"',
         "",
-        "# A batch system's USR1 reaches every process of the job. Ranks save and end;",
-        "# torchrun, which would die, ignores it.",
+        "# A batch system sends USR1 to every process of the job. Ranks save and end;",
+        "# torchrun must ignore it, since its default action would end torchrun.",
         "trap '' USR1 USR2",
         f"{job.python} -m {agent} \\",
         '    --nnodes "$NNODES" --node-rank "$NODE_RANK" \\',
@@ -350,7 +354,7 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
     ]
     if retry_code:
         lines += [
-            "# The exit code tells the scheduler whether a restart may help.",
+            "# The exit code determines whether the scheduler restarts the job.",
             f"answer=$({next_command(job)} --no-record) || answer='stop 1'",
             'read -r next number <<< "$answer"',
             'case "$next" in',
@@ -367,7 +371,7 @@ def _listed(layouts: Mapping[int, tuple[str, ...]]) -> str:
 
 
 _WAIT = """
-# torchrun kills ranks 30 s after SIGTERM, and a save may take longer: ranks get USR1 instead.
+# torchrun kills ranks 30 s after SIGTERM, and a save may take longer: send USR1 to ranks only.
 warn_ranks() {
     local child
     for child in $(cat /proc/"$1"/task/*/children 2>/dev/null); do
@@ -386,7 +390,7 @@ wait "$agent" || status=$?
 
 
 def quoted_command(command: Sequence[str]) -> str:
-    """Return a command for a shell, one option a line."""
+    """Quote a command for a shell, with one option per line."""
     lines: list[str] = []
     for word in command:
         if word.startswith("--") or not lines:
@@ -397,7 +401,7 @@ def quoted_command(command: Sequence[str]) -> str:
 
 
 def next_command(job: Job) -> str:
-    """Return the command that decides what follows an attempt, for a shell with ``$status``."""
+    """Return the shell command that prints what follows an attempt that ended with $status."""
     words = [
         f'{job.python} -m mcore_train launch next --logs "$MCORE_LOGS" --status "$status"',
         f"--max-restarts {job.restarts.max_restarts}",

@@ -1,7 +1,7 @@
-"""Kubernetes: a job as a JobSet, as a TrainJob with its runtime, or as a PyTorchJob.
+"""Renders a job for Kubernetes: a JobSet, a TrainJob with its runtime, or a PyTorchJob.
 
-The resources are plain tables; ``yaml_text`` writes them. No client is imported: ``kubectl
-apply`` takes the files.
+Resources are dicts, which ``yaml_text`` writes for ``kubectl apply``; no client library is
+needed.
 """
 
 import json
@@ -14,23 +14,25 @@ from mcore_train.launching.job import Job, host_script
 
 FILE = "job.yaml"
 PREFLIGHT_CODE = 2
-"""Exit code where hosts differ in what they must share."""
+"""Exit code of the host script if the comparison of the hosts fails."""
 _RESTART_LABEL = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 Resource = dict[str, Any]
 
 
 def check(container: ContainerConfig) -> None:
-    """Refuse what a pod cannot start from.
+    """Check that a pod can be started from the container's image.
 
     Raises:
-        ValueError: without an image, or with a file as one.
+        ValueError: if the image is missing or a local file.
     """
     image = container.container_image
     if not image:
-        raise ValueError("--container-image is required: a pod starts from an image.")
+        raise ValueError("--container-image is required on Kubernetes: name an image.")
     if image.startswith(("/", ".")):
-        raise ValueError(f"--container-image {image} is a file: give a registry's name.")
+        raise ValueError(
+            f"--container-image {image} is a file: give the name of an image in a registry."
+        )
 
 
 def render(
@@ -64,7 +66,7 @@ def _job_set(
 def _train_job(
     job: Job, kubernetes: KubernetesConfig, container: ContainerConfig
 ) -> list[Resource]:
-    """Return a runtime of the job's own and a TrainJob of it: a TrainJob has no probes."""
+    """Return a TrainingRuntime and its TrainJob; the runtime holds what a TrainJob cannot."""
     config = job.config
     preamble = [
         "export MASTER_ADDR=$PET_MASTER_ADDR",
@@ -74,7 +76,7 @@ def _train_job(
     spec = _job_set_spec(job, kubernetes, container, preamble, "node")
     spec.pop("network")
     template = spec["replicatedJobs"][0]["template"]
-    # By this label the controller finds the replicated job that gets a TrainJob's numbers.
+    # With this label the controller sets the TrainJob's numbers on this replicated job.
     template["metadata"] = {
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
@@ -110,9 +112,9 @@ def _pytorch_job(
     job: Job, kubernetes: KubernetesConfig, container: ContainerConfig
 ) -> list[Resource]:
     config = job.config
-    # RANK and WORLD_SIZE of the operator count pods; torchrun gives ranks their own.
+    # The operator's RANK and WORLD_SIZE count pods; torchrun sets them for ranks.
     preamble = ["export NODE_RANK=$RANK", "export ATTEMPT=0", "unset RANK WORLD_SIZE"]
-    # The operator restarts a pod that ends with 128 or above.
+    # The operator restarts a pod whose exit code is 128 or above.
     command = _pod_command(job, preamble, retry_code=200)
     pod = host_pod(job, kubernetes, container, "pytorch", command)
     pod.pop("restartPolicy")
@@ -151,7 +153,7 @@ def _job_set_spec(
     preamble: Sequence[str],
     container_name: str,
 ) -> Resource:
-    """Return one replicated job with a pod a host; all pods are restarted together."""
+    """Return a spec with one pod per host; all pods are restarted together."""
     nodes = job.config.nodes
     command = _pod_command(job, preamble, retry_code=1)
     pod = host_pod(job, kubernetes, container, container_name, command)
@@ -201,7 +203,7 @@ def _job_set_spec(
 
 
 def _codes_to_stop() -> list[int]:
-    """List the exit codes of the host script after which a restart does not help."""
+    """Return the exit codes of the host script that must not be followed by a restart."""
     return [
         PREFLIGHT_CODE,
         *sorted({f.exit_code for f in FAULTS.values() if not f.retry} - {0}),
@@ -265,11 +267,12 @@ def host_pod(
 
 
 def probes(port: int) -> Resource:
-    """Return the probes on the health endpoint, which each host's first rank serves.
+    """Return the probes of the health endpoint, which the first rank of each host serves.
 
-    The endpoint answers as soon as the rank has read its options, which the startup probe
-    waits for: an hour, for images and packages. It reports 503 once no step has ended for too
-    long; a pod that does so for three minutes is ended, which the failure policy then handles.
+    The endpoint answers as soon as the rank has read its options. The startup probe waits an
+    hour for this, since images and packages are loaded first. The endpoint reports 503 if no
+    step ended for too long; after three minutes of 503 the pod is ended, and the failure policy
+    applies.
     """
     if not port:
         return {}
@@ -287,7 +290,7 @@ def probes(port: int) -> Resource:
 
 
 def yaml_text(resources: Sequence[Mapping[str, Any]]) -> str:
-    """Write tables as YAML documents; strings of several lines are literal blocks."""
+    """Return dicts as YAML documents; strings of several lines are literal blocks."""
     return "---\n".join(_mapping(resource, 0) for resource in resources)
 
 
@@ -298,7 +301,7 @@ def _mapping(table: Mapping[str, Any], indent: int) -> str:
 
 
 def _value(value: Any, indent: int) -> str:
-    """Write what follows a key or a dash."""
+    """Return the YAML text of a value, after its key or dash."""
     blank = " " * (indent + 2)
     if isinstance(value, Mapping) and value:
         return "\n" + _mapping(value, indent + 2)

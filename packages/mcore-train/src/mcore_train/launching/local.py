@@ -1,7 +1,7 @@
-"""``launch local``: hosts of a job as processes of this host, with a cluster's restarts.
+"""``launch local``: runs the hosts of a job as processes of this machine, with restarts.
 
-Each simulated host runs the same host script as under a scheduler, so one agent of torchrun
-and its ranks. Ranks outlive an agent that is killed: this process adopts them, and ends them
+Each simulated host runs the same host script as under a scheduler: an agent of torchrun and its
+ranks. Ranks survive a killed agent; they become children of this process, which ends them
 before the next attempt.
 """
 
@@ -25,10 +25,10 @@ from mcore_train.launching.restarts import after_attempt
 log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
-"""Of prctl(2): processes whose parent ends become children of this one."""
+"""Option of prctl(2): orphaned descendants become children of this process."""
 POLL_S = 0.1
 PEERS_S = 30.0
-"""Time for the other hosts to end after one failed: their ranks then report the fault."""
+"""Time for the other hosts to end after one host failed, so that their ranks report it too."""
 GRACE_S = 10.0
 
 
@@ -41,8 +41,9 @@ class _Attempt:
 
     @property
     def turn(self) -> Path:
-        """File that begins a standby."""
-        return self.logs.with_name(f"turn-of-{self.logs.name}")  # triage reads what is in it
+        """File whose creation starts the training of a standby attempt."""
+        # Outside of the logs, since triage reads all files in them.
+        return self.logs.with_name(f"turn-of-{self.logs.name}")
 
 
 def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
@@ -52,11 +53,13 @@ def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
     SIGINT ends them at once.
 
     Args:
-        job: to run.
-        standby_after_s: age of an attempt at which the next one is started, to wait; 0: none.
+        job: job to run.
+        standby_after_s: age of an attempt at which the next attempt is started, to wait;
+            0: never.
     """
     logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    job = replace(job, config=replace(job.config, preflight=False))  # it is one host
+    # Hosts on one machine cannot differ.
+    job = replace(job, config=replace(job.config, preflight=False))
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     number, num_hosts = 0, job.config.nodes
     standby_after_s = standby_after_s if job.restarts.max_restarts else 0.0
@@ -69,7 +72,9 @@ def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
                     _discard(standby)
                     standby = None
                 attempt = standby or _Attempt(logs=folder)
-                signals.hosts = attempt.hosts  # before they are started: a signal may come soon
+                signals.hosts = (
+                    attempt.hosts
+                )  # set before the start: a signal may arrive at any time
                 if standby is None:
                     _start(job, attempt, num_hosts)
                 else:
@@ -106,7 +111,7 @@ def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
 
 
 class _Signals:
-    """Handlers that pass SIGTERM and SIGINT to the host scripts: a context manager."""
+    """Context manager that sends SIGTERM to the host scripts on SIGTERM, SIGINT and SIGUSR1."""
 
     def __init__(self) -> None:
         self.hosts: list[subprocess.Popen] = []
@@ -115,14 +120,14 @@ class _Signals:
 
     def __enter__(self) -> "_Signals":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._pass_on)
+            self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyrefly: ignore
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = True
@@ -131,7 +136,7 @@ class _Signals:
                 host.send_signal(signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
-        """Wait; return False if a signal came."""
+        """Wait; return False if a signal was received."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.received:
             time.sleep(POLL_S)
@@ -139,17 +144,17 @@ class _Signals:
 
 
 def _next_hosts(job: Job, num_lost: int) -> int:
-    """Return the hosts of the next attempt; lost ones are back one attempt later."""
-    left = job.config.nodes - num_lost
-    fitting = [hosts for hosts in job.layouts if hosts <= left]
+    """Return the number of hosts of the next attempt; lost hosts return one attempt later."""
+    num_left = job.config.nodes - num_lost
+    fitting = [hosts for hosts in job.layouts if hosts <= num_left]
     hosts = max(fitting, default=job.config.nodes)
     if hosts != job.config.nodes:
-        log.info("%d of %d hosts are lost: going on with %d", num_lost, job.config.nodes, hosts)
+        log.info("%d of %d hosts are lost: using %d", num_lost, job.config.nodes, hosts)
     return hosts
 
 
 def _start(job: Job, attempt: _Attempt, num_hosts: int, *, waits: bool = False) -> None:
-    """Start the script of each host; ranks of a standby wait."""
+    """Start the script of each host; the ranks of a standby attempt wait."""
     config = job.config
     attempt.logs.mkdir(parents=True)
     environment = {
@@ -176,12 +181,12 @@ def _start(job: Job, attempt: _Attempt, num_hosts: int, *, waits: bool = False) 
 
 
 def _is_ready(standby: _Attempt, num_hosts: int) -> bool:
-    """Whether a standby has as many hosts as the next attempt, and all live."""
+    """Whether a standby attempt has the hosts of the next attempt, all alive."""
     return len(standby.hosts) == num_hosts and all(h.poll() is None for h in standby.hosts)
 
 
 def _has_ended_after(attempt: _Attempt, seconds: float) -> bool:
-    """Wait; return whether a host has ended by then."""
+    """Wait at most ``seconds`` for the end of a host; return whether one has ended."""
     deadline = time.monotonic() + seconds
     while (is_alive := all(h.poll() is None for h in attempt.hosts)) and (
         time.monotonic() < deadline
@@ -191,10 +196,10 @@ def _has_ended_after(attempt: _Attempt, seconds: float) -> bool:
 
 
 def _wait(hosts: list[subprocess.Popen]) -> tuple[int, int]:
-    """Wait for all hosts; after the first failure the others have ``PEERS_S``.
+    """Wait until all hosts end, or ``PEERS_S`` after a failure.
 
     Returns:
-        0 or the code of the first host that failed, and how many hosts were lost: those whose
+        0 or the exit code of the first host that failed, and the number of lost hosts, whose
         script was killed.
     """
     failed_s, status = 0.0, 0
@@ -211,14 +216,14 @@ def _wait(hosts: list[subprocess.Popen]) -> tuple[int, int]:
 
 
 def _end(attempt: _Attempt, standby: _Attempt | None) -> None:
-    """End the processes of an attempt that are left, adopted ranks too, but for a standby."""
+    """End all remaining processes of an attempt, including orphaned ranks, but no standby."""
     _end_all({host.pid for host in standby.hosts} if standby is not None else set())
     for host in attempt.hosts:
         host.wait()
 
 
 def _discard(standby: _Attempt) -> None:
-    """End a standby and delete its folder: it has done nothing."""
+    """Kill a standby attempt, which has not trained, and delete its folder."""
     for host in standby.hosts:
         for process in (*_descendants(host.pid, set()), host.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -228,7 +233,7 @@ def _discard(standby: _Attempt) -> None:
 
 
 def _end_all(spared: set[int]) -> None:
-    """End the processes below this one, but for some children and what is below them."""
+    """End the descendants of this process, except spared children and their descendants."""
     deadline = time.monotonic() + GRACE_S
     _signal_all(signal.SIGTERM, spared)
     while _descendants(os.getpid(), spared) and time.monotonic() < deadline:
@@ -245,7 +250,7 @@ def _signal_all(number: int, spared: set[int]) -> None:
 
 
 def _descendants(process: int, spared: set[int]) -> list[int]:
-    """List the processes below one, by /proc, but for the spared and what is below them."""
+    """List the descendants of a process, from /proc, except ``spared`` and theirs."""
     descendants = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -255,7 +260,7 @@ def _descendants(process: int, spared: set[int]) -> list[int]:
 
 
 def _reap() -> None:
-    """Collect adopted processes that have ended."""
+    """Collect the exit codes of ended children, so that no zombies remain."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

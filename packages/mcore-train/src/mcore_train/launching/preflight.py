@@ -1,9 +1,8 @@
-"""The comparison of a job's hosts before ranks start, over the folder of its logs.
+"""Compares the hosts of a job before ranks start, through the shared folder of its logs.
 
-Each host measures itself (``doctor.measure_host``), writes the facts below the attempt's log
-folder and waits until those of all hosts are there. Then every host judges them by the rows of
-``doctor``'s table that need no ranks, so that all hosts end with the same message. Nothing but
-the shared folder is needed.
+Each host measures itself (``doctor.measure_host``), writes its facts to the attempt's log
+folder and waits for the facts of all other hosts. Then every host checks all facts with the
+rows of ``doctor``'s table that need no ranks, so all hosts end with the same message.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from mcore_train.diagnosis.doctor import (
 log = logging.getLogger(__name__)
 
 FOLDER = "preflight"
-"""Below the attempt's log folder: one file a host."""
+"""Folder in the attempt's log folder, with one file for each host."""
 CHECKS = (
     "version pairs",
     "same versions",
@@ -56,29 +55,29 @@ CHECKS = (
     "ports",
     "names",
 )
-"""Rows of ``doctor.CHECKS`` that one process a host can answer."""
+"""Rows of ``doctor.CHECKS`` that need only one process per host."""
 PACE_S = 0.1
 
 
 def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s: float) -> None:
-    """Compare this host with the others of its job; all hosts call it together.
+    """Compare this host with the other hosts of its job; all hosts call this at the same time.
 
     Args:
         logs: the attempt's log folder.
-        num_ranks: ranks that each host is to start.
+        num_ranks: number of ranks that each host starts.
         has_gpus: whether each rank needs a GPU.
         save: run folder that all hosts write to; empty: none.
-        timeout_s: to wait for the other hosts.
+        timeout_s: time to wait for the other hosts.
 
     Raises:
-        OptionsError: (a ValueError) on all hosts, with every fault and what to do about it.
+        OptionsError: (a ValueError) on all hosts, with every problem and its remedy.
     """
-    num_hosts, rank = _host_place()
+    num_hosts, rank = _host_rank()
     if save and is_store(as_path(save)):
         save = ""
     folder = Path(logs) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    if rank:  # the first host leaves its mark in the shared folders before it writes
+    if rank:  # the first host writes its mark to the shared folders before its facts
         _wait_for_hosts(folder, [0], num_hosts, timeout_s)
     facts: Facts = {
         **measure_host("cuda" if has_gpus else "cpu"),
@@ -87,21 +86,21 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
         "folders": _measure_folders([save, logs], is_writer=rank == 0),
         "xids": probes.xids(probes.kernel_log()) if has_gpus else [],
     }
-    own_file = folder / f"host-{rank}.json"
+    file = folder / f"host-{rank}.json"
     host = facts["names"]["host"]
-    other = json.loads(own_file.read_text())["names"]["host"] if own_file.exists() else host
+    other = json.loads(file.read_text())["names"]["host"] if file.exists() else host
     if other != host:
         raise OptionsError(
-            [f"hosts {other} and {host} both have NODE_RANK {rank}: start each once."]
+            [f"hosts {other} and {host} both have NODE_RANK {rank}: give each host its own."]
         )
     temporary = folder / f".host-{rank}.{os.getpid()}"
     temporary.write_text(json.dumps(facts))
-    temporary.rename(own_file)
+    temporary.rename(file)
     hosts = _wait_for_hosts(folder, range(num_hosts), num_hosts, timeout_s)
     if rank == 0:
         _remove_marks([save, logs])
     options = DoctorOptions(save=save, log_dir=logs, device="cuda" if has_gpus else "cpu")
-    results = judge(of_ranks(hosts), DoctorConfig(options=options), CHECKS)
+    results = judge(facts_of_ranks(hosts), DoctorConfig(options=options), CHECKS)
     lines = []
     for result in results:
         for problem in result.problems:
@@ -115,8 +114,8 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
         raise OptionsError(lines)
 
 
-def of_ranks(hosts: Sequence[Facts]) -> list[Facts]:
-    """Repeat the facts of each host for each of the ranks that it is to start."""
+def facts_of_ranks(hosts: Sequence[Facts]) -> list[Facts]:
+    """Return the facts of each rank: those of its host, with its own GPU and rank numbers."""
     ranks: list[Facts] = []
     for host in hosts:
         for local_rank in range(host["num_ranks"]):
@@ -125,21 +124,24 @@ def of_ranks(hosts: Sequence[Facts]) -> list[Facts]:
     return ranks
 
 
-def _host_place() -> tuple[int, int]:
-    """Return the number of hosts and this host's rank among them, from the environment."""
+def _host_rank() -> tuple[int, int]:
+    """Return the number of hosts and this host's rank, from the environment."""
     numbers = []
     for name in ("NNODES", "NODE_RANK"):
         if not os.environ.get(name, "").isdecimal():
-            raise ValueError(f"the environment does not set {name}: the host script needs it.")
+            raise ValueError(
+                f"{name} is not set in the environment: run preflight from the host script, "
+                "which sets it."
+            )
         numbers.append(int(os.environ[name]))
     num_hosts, rank = numbers
     if rank >= num_hosts:
-        raise ValueError(f"NODE_RANK={rank} is not within NNODES={num_hosts}.")
+        raise ValueError(f"NODE_RANK={rank} must be below NNODES={num_hosts}.")
     return num_hosts, rank
 
 
 def _mark(path: str) -> str:
-    """Name the file by which hosts see that a folder is one folder."""
+    """Return the name of the file that shows whether hosts share a folder."""
     return f"preflight-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
 
 
@@ -166,7 +168,7 @@ def _wait_for_hosts(
     timeout_s: float,
     now: Callable[[], float] = time.monotonic,
 ) -> list[Facts]:
-    """Read the facts of some hosts once they are there."""
+    """Wait for the facts of some hosts; return them in the order of ``ranks``."""
     deadline = now() + timeout_s
     files = {rank: folder / f"host-{rank}.json" for rank in ranks}
     while missing := [rank for rank, file in files.items() if not file.exists()]:

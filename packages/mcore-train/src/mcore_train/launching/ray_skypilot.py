@@ -1,7 +1,7 @@
-"""Ray and SkyPilot: the host script of a job as Ray tasks, and as a SkyPilot task.
+"""Renders a job for Ray, as a driver or RayJob, and for SkyPilot, as a task.
 
-Ray has no notion of one process a host, so a rendered driver places one task on each host and
-runs the attempts. The driver imports ray; this package does not.
+Ray cannot start one process on each host by itself, so a rendered driver places one task on
+each host and runs the attempts. The driver imports ray; this package does not.
 """
 
 import shlex
@@ -26,7 +26,7 @@ def driver(job: Job) -> str:
     gpus = config.nproc_per_node if job.uses_gpus else 0
     return f'''"""Runs {config.job_name} on {config.nodes} hosts of a Ray cluster.
 
-Rendered by mcore-train launch ray. Ends with 0 once all steps are done.
+Rendered by mcore-train launch ray. Exits with 0 when all steps are done.
 """
 
 import os
@@ -53,16 +53,16 @@ def run_host(environment):
 
 
 def main():
-    """Start one task a host, again and again while a restart may help."""
+    """Run attempts, each with one task per host, until the job is finished or must stop."""
     ray.init()
     bundle = {{"CPU": 1, "GPU": {gpus}}} if {gpus} else {{"CPU": 1}}
     group = placement_group([bundle] * NUM_HOSTS, strategy={_strategy(config.nodes)!r})
     ray.get(group.ready())
 
     def on_host(function, rank):
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         remote = ray.remote(function).options(
-            num_cpus=1, num_gpus={gpus}, max_retries=0, scheduling_strategy=place
+            num_cpus=1, num_gpus={gpus}, max_retries=0, scheduling_strategy=strategy
         )
         return remote.remote
 
@@ -99,7 +99,7 @@ def main():
             return 0
         if word == "stop":
             return int(number)
-        if word == "requeue":  # stopped by a signal: Ray has no queue to go back to
+        if word == "requeue":  # stopped by a signal; Ray has no queue
             return 75
         time.sleep(float(number))
 
@@ -116,18 +116,18 @@ def _strategy(nodes: int) -> str:
 def ray_job(
     job: Job, ray: RayConfig, kubernetes: KubernetesConfig, container: ContainerConfig
 ) -> list[Resource]:
-    """Return a ConfigMap with the driver, and a RayJob whose head runs it.
+    """Return a ConfigMap with the driver, and a RayJob whose head pod runs the driver.
 
     Args:
-        job: what to start.
-        ray: its versions.
-        kubernetes: of the pods.
-        container: its image has ray and this package.
+        job: job to start.
+        ray: version of Ray.
+        kubernetes: options of the pods.
+        container: container whose image has ray and mcore-train.
     """
     config = job.config
     shared = host_pod(job, kubernetes, container, "ray", command=())
     host = shared["containers"][0]
-    # Ray starts before the ranks do, and its own probes watch it.
+    # The probes of the health endpoint would fail before ranks start; Ray has its own.
     for name in ("livenessProbe", "startupProbe"):
         host.pop(name, None)
     volumes = [*shared["volumes"], {"name": "driver", "configMap": {"name": config.job_name}}]

@@ -1,8 +1,8 @@
-"""What follows an attempt of a job: nothing, a restart, a new place in the queue, or an end.
+"""Decides what follows an attempt of a job: finish, restart, requeue or stop.
 
-An attempt is one start of all ranks. The class of its failure comes from triage of its logs;
-what the job did before is in ``attempts.jsonl``, next to the attempts' log folders, so that the
-rules hold over requeued jobs too. Without torch.
+An attempt is one start of all ranks. Triage of its logs gives the class of a failure. Earlier
+attempts are recorded in ``attempts.jsonl``, next to the attempts' log folders, so that restarts
+are counted across requeued jobs. Does not import torch.
 """
 
 import json
@@ -20,22 +20,22 @@ from mcore_train.diagnosis.triage import triage
 log = logging.getLogger(__name__)
 
 HISTORY = "attempts.jsonl"
-"""In a job's log folder: one line an attempt."""
+"""File in a job's log folder, with one line for each attempt."""
 LONGEST_PAUSE_S = 600.0
 DETERMINISTIC = ("crash", "replicas", "unknown")
-"""Classes of ``FAULTS`` that may pass, and do not if one step ends in them twice."""
+"""Classes of ``FAULTS`` that are not temporary if they occur twice after the same step."""
 
 Word = Literal["finished", "retry", "requeue", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One line of the history."""
+    """One attempt, as a line of the history."""
 
     status: int
     """Exit code of the attempt."""
     step: int
-    """Newest saved step when it ended; -1: none."""
+    """Newest saved step at the end of the attempt; -1: none."""
     fault: str = ""
     """Class of the failure, of ``FAULTS``; empty: none."""
     logged_step: int = -1
@@ -44,14 +44,14 @@ class Attempt:
     word: Word = "stop"
 
     def is_like(self, other: "Attempt") -> bool:
-        """Whether both failed alike after one step, which was logged."""
+        """Whether both attempts failed with the same fault and message after the same step."""
         same_step = self.logged_step == other.logged_step >= 0
         return same_step and self.fault == other.fault and self.message == other.message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Next:
-    """What follows an attempt."""
+    """Decision on what follows an attempt."""
 
     word: Word
     number: float
@@ -69,11 +69,11 @@ def decide(
     """Decide what follows an attempt.
 
     Args:
-        attempt: the latest one.
+        attempt: the latest attempt.
         before: earlier attempts of the job, in order.
-        last_step: after which the run is finished; 0: unknown.
-        max_restarts: restarts in a row without a newly saved step.
-        backoff_s: pause before the first of these.
+        last_step: step after which the run is finished; 0: unknown.
+        max_restarts: consecutive restarts without a newly saved step.
+        backoff_s: pause before the first of these restarts.
     """
     if not attempt.status:
         if last_step and 0 <= attempt.step < last_step:
@@ -82,7 +82,7 @@ def decide(
         return Next(word="finished", number=0, reason="all steps are done")
     if 0 < last_step <= attempt.step:
         reason = (
-            f"step {attempt.step}, the last, is saved, whatever ended with {attempt.status}"
+            f"the last step, {attempt.step}, is saved; exit code {attempt.status} is ignored"
         )
         return Next(word="finished", number=0, reason=reason)
     fault = FAULTS[attempt.fault]
@@ -91,18 +91,22 @@ def decide(
         return Next(word="stop", number=fault.exit_code, reason=fault.summary)
     if not max_restarts:
         return stop(reason=f"{fault.summary}, and --max-restarts is 0")
-    fruitless: list[Attempt] = []
+    without_progress: list[Attempt] = []  # earlier attempts since the newest saved step
     for earlier in reversed(before):
         if earlier.step != attempt.step or not earlier.status:
             break
-        fruitless.append(earlier)
-    if fruitless and attempt.fault in DETERMINISTIC and attempt.is_like(fruitless[0]):
+        without_progress.append(earlier)
+    if (
+        without_progress
+        and attempt.fault in DETERMINISTIC
+        and attempt.is_like(without_progress[0])
+    ):
         reason = f"{fault.summary}, twice after step {attempt.logged_step}"
         return stop(reason=reason)
-    if len(fruitless) >= max_restarts:
-        count = f"{len(fruitless)} restarts saved no step (--max-restarts {max_restarts})"
-        return stop(reason=f"{fault.summary}, and {count}")
-    pause_s = min(backoff_s * 2 ** len(fruitless), LONGEST_PAUSE_S)
+    if len(without_progress) >= max_restarts:
+        count = f"{len(without_progress)} restarts saved no step"
+        return stop(reason=f"{fault.summary}, and {count} (--max-restarts {max_restarts})")
+    pause_s = min(backoff_s * 2 ** len(without_progress), LONGEST_PAUSE_S)
     reason = f"{fault.summary}, after saved step {attempt.step}"
     return Next(word="retry", number=pause_s, reason=reason)
 
@@ -117,16 +121,16 @@ def after_attempt(
     backoff_s: float,
     record: bool = True,
 ) -> Next:
-    """Read an attempt's logs, decide what follows and write it to the job's history.
+    """Read an attempt's logs, decide what follows, and append it to the job's history.
 
     Args:
-        logs: the attempt's folder, below the job's.
+        logs: the attempt's folder, in the job's log folder.
         status: exit code of the attempt.
         save: run folder; empty: none.
-        last_step: see ``decide``.
-        max_restarts: see ``decide``.
-        backoff_s: see ``decide``.
-        record: False: neither read nor write the history, where the scheduler counts restarts.
+        last_step: as in ``decide``.
+        max_restarts: as in ``decide``.
+        backoff_s: as in ``decide``.
+        record: False neither reads nor writes the history, for schedulers that count restarts.
     """
     history = logs.parent / HISTORY
     newest = newest_step(save) if save else None
@@ -148,10 +152,10 @@ def after_attempt(
 
 
 def _failure(logs: Path) -> dict[str, Any]:
-    """Return what triage finds in an attempt's logs, as fields of ``Attempt``."""
+    """Return the result of triage of an attempt's logs, as fields of ``Attempt``."""
     try:
         verdict = triage(logs)
-    except (ValueError, FileNotFoundError):  # no rank has come as far as a log
+    except (ValueError, FileNotFoundError):  # no rank has written a log
         return {"fault": "unknown"}
     fault = "unknown" if verdict.fault == "finished" else verdict.fault
     step = -1 if verdict.step is None else verdict.step
@@ -159,7 +163,7 @@ def _failure(logs: Path) -> dict[str, Any]:
 
 
 def read_history(file: Path) -> list[Attempt]:
-    """Read the attempts of a job; damaged lines are left out, with a warning.
+    """Read the attempts of a job; damaged lines are skipped, with a warning.
 
     A line that occurs twice counts once.
     """
@@ -171,5 +175,5 @@ def read_history(file: Path) -> list[Attempt]:
             name = row.pop("attempt")
             attempts[name] = Attempt(**row)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            log.warning("%s, line %d is damaged and left out", file, number)
+            log.warning("%s, line %d is damaged and was skipped", file, number)
     return list(attempts.values())

@@ -1,4 +1,4 @@
-"""Slurm: the batch script of a job, with restarts inside and requeueing around."""
+"""Renders the Slurm batch script of a job, which restarts failed attempts and requeues."""
 
 import shlex
 
@@ -14,34 +14,34 @@ def render(job: Job, slurm: SlurmConfig, container: ContainerConfig) -> str:
     The batch host runs the loop of attempts; ``srun`` runs the host script once on each host.
 
     Args:
-        job: what to start.
-        slurm: what to ask for.
-        container: by Pyxis, which gives srun the container's options.
+        job: job to start.
+        slurm: resources of the job.
+        container: container, started by Pyxis, which adds options to srun.
     """
     config = job.config
-    inside = " ".join(map(shlex.quote, container_options(container)))
+    pyxis_options = " ".join(map(shlex.quote, container_options(container)))
     preamble = ["export NODE_RANK=$SLURM_NODEID"]
     decide = next_command(job)
-    if inside:
+    if pyxis_options:
         # The package is in the image, not on the batch host.
-        chosen = f"cd {shlex.quote(job.workdir)} && {decide}"
+        in_container = f"cd {shlex.quote(job.workdir)} && {decide}"
         decide = (
-            f"srun --nodes=1 --ntasks=1 --export=ALL {inside} bash -c \\\n"
-            f"        {shlex.quote(chosen)}"
+            f"srun --nodes=1 --ntasks=1 --export=ALL {pyxis_options} bash -c \\\n"
+            f"        {shlex.quote(in_container)}"
         )
-    workdir = "" if inside else f"cd {shlex.quote(job.workdir)}\n"
+    workdir = "" if pyxis_options else f"cd {shlex.quote(job.workdir)}\n"
     log_dirs = f"job_logs={shlex.quote(job.log_dir)}/{config.job_name}-$SLURM_JOB_ID"
     logs_on_host = "$job_logs"
-    if inside:
+    if pyxis_options:
         log_dirs += f"""
-# The same folder, as the hosts name it outside of the container.
+# Path of the same folder on the hosts, outside of the container.
 host_logs={shlex.quote(container.on_host(job.log_dir))}/{config.job_name}-$SLURM_JOB_ID"""
         logs_on_host = "$host_logs"
     return f"""#!/usr/bin/env bash
 {_directives(job, slurm)}
-# Rendered by mcore-train launch slurm. Each host runs HOST_SCRIPT once; output of every rank
-# is in {job.log_dir}/{config.job_name}-JOB/attempt-N/host-N, that of this script and of each
-# host's first rank in the folder in which sbatch is called.
+# Rendered by mcore-train launch slurm. Each host runs HOST_SCRIPT once. The output of every
+# rank is in {job.log_dir}/{config.job_name}-JOB/attempt-N/host-N; the output of this script and
+# of the first rank of each host is in the folder in which sbatch is called.
 set -euo pipefail
 {workdir}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
@@ -57,7 +57,7 @@ HOST_SCRIPT=$(
 
 attempt=0
 while true; do
-    # A requeued job goes on counting, so that no log is written over.
+    # A requeued job continues the count of attempts, so that no log is overwritten.
     while [ -e "{logs_on_host}/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
     MCORE_LOGS=$job_logs/attempt-$attempt
     MASTER_PORT=$(({config.master_port} + attempt % 100))
@@ -66,7 +66,7 @@ while true; do
     echo "attempt $attempt on $SLURM_JOB_NODELIST, logs in $MCORE_LOGS"
 
     status=0
-    srun --ntasks-per-node=1 --wait=60 {inside + " " if inside else ""}\\
+    srun --ntasks-per-node=1 --wait=60 {pyxis_options + " " if pyxis_options else ""}\\
         bash -c "$HOST_SCRIPT" || status=$?
 
     export status
@@ -84,7 +84,7 @@ done
 
 
 def container_options(container: ContainerConfig) -> list[str]:
-    """Return srun's options for a container, as Pyxis reads them."""
+    """Return the srun options of Pyxis for a container."""
     if not container.container_image:
         return []
     options = [f"--container-image={container.container_image}"]
@@ -109,7 +109,7 @@ def _directives(job: Job, slurm: SlurmConfig) -> str:
         f"account={slurm.slurm_account}" if slurm.slurm_account else "",
         f"qos={slurm.slurm_qos}" if slurm.slurm_qos else "",
         f"time={slurm.time_limit}" if slurm.time_limit else "",
-        # Slurm makes no folder for it, and this machine may not be one of the cluster's.
+        # In the current folder: Slurm does not create a folder for the output.
         f"output={config.job_name}-%j.out",
         "open-mode=append",
         "requeue" if slurm.requeue else "no-requeue",

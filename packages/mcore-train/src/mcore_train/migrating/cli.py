@@ -1,4 +1,4 @@
-"""``mcore-train migrate``: a launch script or config of another trainer becomes a recipe."""
+"""``mcore-train migrate``: translates a launch script or config of another trainer."""
 
 import tempfile
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _FILES = (
 )
 _TOKENIZERS = ("tokenizer_model", "vocab_file", "merge_file")
 _ASSUMED: Mapping[str, Any] = {"vocab_size": 131_072, "train_iters": 1000, "lr": 1e-4}
-"""What a dry run takes for numbers that a file leaves open."""
+"""Values that a dry run assumes if the file does not give them."""
 
 
 def migrate(
@@ -41,20 +41,22 @@ def migrate(
     world_size: int = 0,
     dry_run: bool = True,
 ) -> int:
-    """Translate a launch script or config of another trainer into a recipe, a line a flag.
+    """Translate a launch script or config of another trainer into a recipe.
+
+    Prints a line for each flag with its translation, then the recipe.
 
     Reads a shell script that starts Megatron's pretrain_*.py (the script is not run),
     model_config.yaml of Megatron's functional tests, YAML of NeMo or Megatron-Bridge, TOML of
-    torchtitan, JSON of DeepSpeed, or config.json of Hugging Face. Exit codes: 0 if a run takes
-    the recipe, 2 if not.
+    torchtitan, JSON of DeepSpeed, or config.json of Hugging Face. Exit codes: 0 if a run
+    accepts the recipe, else 2.
 
     Args:
-        file: the script or config.
+        file: script or config.
         output: file for the recipe; empty: the recipe is printed.
-        command: command of the recipe; empty: that of the file, else gpt.
-        set: variables that a script leaves open, NAME=VALUE; arguments of the script by number.
-        model: preset for the dry run of a file that describes no model.
-        world_size: ranks of the dry run; 0: that of the file, else the fewest of its layout.
+        command: command of the recipe; empty: the command of the file, or gpt.
+        set: NAME=VALUE of variables that a script does not set; its arguments by number.
+        model: preset for the dry run, if the file does not describe a model.
+        world_size: ranks of the dry run; 0: those of the file, or as few as its layout allows.
         dry_run: resolve the run of the recipe, on one CPU.
     """
     from mcore_train.migrating.migration import (
@@ -66,8 +68,8 @@ def migrate(
 
     if output:
         check_file("--output", output)
-    if strange := [each for each in set if "=" not in each]:
-        raise ValueError(f"--set {strange[0]}: give NAME=VALUE.")
+    if malformed := [each for each in set if "=" not in each]:
+        raise ValueError(f"--set {malformed[0]}: give NAME=VALUE.")
     settings = dict(each.split("=", 1) for each in set)
     migration = migrate_file(Path(file), settings, command)
     name = command or migration.source.command
@@ -98,7 +100,7 @@ def migrate(
 
 
 class _Trial:
-    """Resolves recipes as a run does, without the files of the run's own machine."""
+    """Resolves recipes like a run, without files that are only on the machine of the run."""
 
     def __init__(
         self, migration: "Migration", command: str, model: str, world_size: int
@@ -113,7 +115,7 @@ class _Trial:
         )
 
     def faults(self, values: Mapping[str, Any]) -> list[str]:
-        """Return what a run refuses, a sentence each."""
+        """Return the faults that a run would report, one sentence each."""
         from mcore_train.options.output_checks import build_checked_plan
 
         family = FAMILY_COMMANDS[self.command].family
@@ -135,7 +137,7 @@ class _Trial:
             return dry_run(self._parse(values, folder), family, self.world_size)
 
     def describe(self, values: Mapping[str, Any]) -> list[str]:
-        """List what the dry run replaces and assumes."""
+        """List the options that the dry run replaces or assumes."""
         return [f"dry run: {line}" for line in _without_files(values, self.model)[1]]
 
     def _parse(self, values: Mapping[str, Any], folder: str) -> TrainConfig:
@@ -159,10 +161,16 @@ class _Trial:
 
 
 def _without_files(given: Mapping[str, Any], model: str) -> tuple[dict[str, Any], list[str]]:
-    """Replace files, which this machine may lack, and numbers that the file leaves open."""
+    """Remove options of files, which may be missing here, and add missing numbers.
+
+    Returns:
+        The options of the dry run, and a line about each change.
+    """
     values, lines = dict(given), []
-    if gone := [name for name in (*_LOADED, *_FILES) if values.pop(name, None)]:
-        lines.append(f"leaves out {', '.join(gone)}: their files are on the machine of the run")
+    if removed := [name for name in (*_LOADED, *_FILES) if values.pop(name, None)]:
+        lines.append(
+            f"leaves out {', '.join(removed)}: their files are on the machine of the run"
+        )
     values["mock_data"] = True
     named = [name for name in _TOKENIZERS if name in values]
     if any(not Path(str(values[name])).exists() for name in named):

@@ -1,4 +1,4 @@
-"""Translates the flags of a file into a recipe, with an answer for each flag."""
+"""Translates the flags of a file into a recipe, and reports the translation of each flag."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,26 +45,26 @@ _HEADINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What becomes of one flag or key."""
+    """The translation of one flag or key."""
 
     text: str
     kind: str
-    """Of CLASSES."""
+    """One of ``CLASSES``."""
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Migration:
-    """A recipe and how it was made."""
+    """A recipe, and the translation of every flag of its source."""
 
     source: Source
     answers: tuple[Answer, ...]
     values: Mapping[str, Any]
     """Options of the recipe, by name."""
     owners: Mapping[str, int] = field(default_factory=dict)
-    """Places among the answers, by flag."""
+    """Indices in ``answers``, by flag."""
     open_flags: tuple[str, ...] = field(default=())
-    """Options that the file has and whose values it does not contain."""
+    """Options of the file whose values the file does not contain."""
 
     def count(self, kind: str) -> int:
         """Return the number of flags with an answer of one class."""
@@ -75,13 +75,13 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
     """Translate a script or config into the options of a recipe.
 
     Args:
-        path: of the file.
-        settings: variables that a script leaves open.
-        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: that of the file.
+        path: script or config file.
+        settings: values of variables that a script does not set.
+        command: ``gpt``, ``mamba``, ``bert`` or ``t5``; empty: the command of the file.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a file whose form is not known.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the format of the file is unknown.
     """
     source = read_source(path, settings)
     config_type = FAMILY_COMMANDS[command or source.command].run
@@ -89,22 +89,22 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
     known = {*_flag_names(config_type), LAYERS_PER_STAGE}
     names = {given.words[0] for given in source.given if given.words}
     answers: list[Answer] = []
-    kept: list[str] = []
+    translated_words: list[str] = []
     owners: dict[str, int] = {}
     for given in source.given:
         if given.kind:
             answers.append(Answer(given.text, given.kind, given.reason))
             continue
-        found: list[Answer] = []
+        translated: list[Answer] = []
         for words in _flags(given.words):
-            found.append(_answer(given, words, known, options, names))
+            translated.append(_answer(given, words, known, options, names))
             owners[words[0]] = len(answers)
-            kept += words if found[-1].kind != "refused" else []
-        refused = [answer for answer in found if answer.kind == "refused"]
-        reasons = " ".join(answer.reason for answer in refused or found)
-        answers.append(Answer(given.text, (refused or found)[0].kind, reasons))
+            translated_words += words if translated[-1].kind != "refused" else []
+        refused = [answer for answer in translated if answer.kind == "refused"]
+        reasons = " ".join(answer.reason for answer in refused or translated)
+        answers.append(Answer(given.text, (refused or translated)[0].kind, reasons))
     faults = FaultCollector()
-    line = translate(kept, known, faults)
+    line = translate(translated_words, known, faults)
     answers += [
         Answer(note.partition(":")[0], "note", note.partition(": ")[2].rstrip("."))
         for note in line.notes
@@ -124,9 +124,9 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
         stages = (text.count("|") + 1) // int(values.get("pipeline_model_parallel_size", 1))
         if stages > 1:
             values["num_virtual_stages_per_pipeline_rank"] = stages
-            place = owners["--pipeline-model-parallel-layout"]
+            index = owners["--pipeline-model-parallel-layout"]
             reason = f"the same with --num-virtual-stages-per-pipeline-rank {stages}"
-            answers[place] = Answer(answers[place].text, "renamed", reason)
+            answers[index] = Answer(answers[index].text, "renamed", reason)
     answers += [Answer("together", "refused", line) for line in faults.lines]
     open_flags = tuple(
         given.words[0] for given in source.given if given.kind == "unresolved" and given.words
@@ -199,7 +199,7 @@ def _flag_names(config_type: type[TrainConfig]) -> frozenset[str]:
 
 
 def _of_another(flags: Sequence[str]) -> str:
-    """Name the command that has a flag; "" if none has."""
+    """Return a sentence that names the command with a flag; "" if no command has it."""
     for name, command in FAMILY_COMMANDS.items():
         if flags and flags[0] in _flag_names(command.run):
             return f"an option of mcore-train {name}: give --command {name} if it is one"
@@ -207,22 +207,22 @@ def _of_another(flags: Sequence[str]) -> str:
 
 
 def _flags(words: Iterable[str]) -> list[list[str]]:
-    """Cut words into flags with their values."""
-    found: list[list[str]] = []
+    """Split words into flags with their values."""
+    flags: list[list[str]] = []
     for word in words:
-        if is_flag(word) or not found:
-            found.append([word])
+        if is_flag(word) or not flags:
+            flags.append([word])
         else:
-            found[-1].append(word)
-    return found
+            flags[-1].append(word)
+    return flags
 
 
 def _take(words: list[str], flag: str) -> tuple[list[str], str]:
-    """Take a flag and its value out of words."""
+    """Remove a flag and its value from words; return the rest and the value."""
     if flag not in words:
         return words, ""
-    place = words.index(flag)
-    return words[:place] + words[place + 2 :], words[place + 1] if words[place + 1 :] else ""
+    index = words.index(flag)
+    return words[:index] + words[index + 2 :], words[index + 1] if words[index + 1 :] else ""
 
 
 def _drop_idle(
@@ -233,9 +233,10 @@ def _drop_idle(
     answers: list[Answer],
     owners: Mapping[str, int],
 ) -> None:
-    """Remove options of features that are off, which a run would refuse.
+    """Remove options without effect, which a run would refuse, and report each.
 
-    ``outside`` has options that the recipe does not set: Megatron's defaults, open ones.
+    ``outside`` has the options that apply without being in the recipe: Megatron's defaults,
+    and options with unknown values.
     """
     flags = {option.name: option.flag for option in options}
     parts = list(types_of(config_type).values())
@@ -247,28 +248,28 @@ def _drop_idle(
             )
             why = describe_rules(rules).rstrip(".") if rules else ""
             reason = f"without effect in this run, left out: {why}"
-            place = owners.get(flags[name])
-            if place is None:
+            index = owners.get(flags[name])
+            if index is None:
                 answers.append(Answer(flags[name], "note", reason))
             else:
-                answers[place] = Answer(answers[place].text, "note", reason)
+                answers[index] = Answer(answers[index].text, "note", reason)
 
 
 def without_conflicts(
     migration: Migration, command: str, find_faults: Callable[[Mapping[str, Any]], list[str]]
 ) -> tuple[Migration, list[str]]:
-    """Leave out options without effect and switches that lack what they need.
+    """Remove options without effect, and switches without the options that they need.
 
-    Megatron takes both silently, a run here does not. Any other fault is a decision of the
-    user and stays.
+    Megatron ignores both silently; mcore-train refuses them. Other faults need a decision of
+    the user, and are returned.
 
     Args:
-        migration: as the file has it.
-        command: whose options they are.
-        find_faults: returns what a run refuses of a table of options, a sentence each.
+        migration: translation of the file.
+        command: command of the recipe.
+        find_faults: returns the faults of a table of options, one sentence each.
 
     Returns:
-        The migration without them, each with its reason, and the faults that are left.
+        The migration without these options, with a reason for each, and the other faults.
     """
     options = {option.flag: option for option in list_options(FAMILY_COMMANDS[command].run)}
     values, answers = dict(migration.values), list(migration.answers)
@@ -282,11 +283,11 @@ def without_conflicts(
             if option is None or option.name not in values or not (is_idle or is_alone):
                 continue
             del values[option.name]
-            place = migration.owners.get(flag, len(answers))
-            text = answers[place].text if place < len(answers) else flag
+            index = migration.owners.get(flag, len(answers))
+            text = answers[index].text if index < len(answers) else flag
             kind = "note" if is_idle else "refused"
             reason = line.removeprefix(text).strip() if line.startswith(text) else rest
-            answers[place : place + 1] = [Answer(text, kind, reason)]
+            answers[index : index + 1] = [Answer(text, kind, reason)]
         if len(values) == before:
             break
     return replace(migration, values=values, answers=tuple(answers)), lines
@@ -298,10 +299,10 @@ def _take_defaults(
     config_type: type[TrainConfig],
     options: list[Option],
 ) -> list[Answer]:
-    """Set ``megatron_defaults`` where the model relies on them; list each of them."""
+    """Set ``megatron_defaults`` if the model depends on defaults; list all that differ."""
     ours = {option.name: option.default for option in options}
     missing = defaults_not_taken(values, foreign, config_type)
-    # What a flag that has no option of ours turned off must not come back with the others.
+    # megatron_defaults must not turn on again what a flag without an option here turned off.
     turned_off = defaults_not_taken(values, (), config_type).keys() - missing.keys()
     if missing:
         values["megatron_defaults"] = True
@@ -335,11 +336,11 @@ def _spelled(value: object) -> str:
 
 
 def recipe_text(migration: Migration, command: str, origin: str) -> str:
-    """Write the options as a recipe, under the headings of their topics."""
+    """Format the options as a recipe, in tables by topic."""
     topics: dict[str, dict[str, Value]] = {}
     options = {option.name: option for option in list_options(FAMILY_COMMANDS[command].run)}
-    given = migration.values
-    for name, value in ((n, given[n]) for n in options if n in given):
+    values = migration.values
+    for name, value in ((n, values[n]) for n in options if n in values):
         plain = list(value) if isinstance(value, tuple) else value
         topics.setdefault(options[name].topic, {})[name] = plain
     order = dict.fromkeys(option.topic for option in options.values())
@@ -350,7 +351,7 @@ def recipe_text(migration: Migration, command: str, origin: str) -> str:
 
 
 def report_text(migration: Migration) -> str:
-    """Write one line for every flag, by class, in the order of the file."""
+    """Format one line for every flag, by class, in the order of the file."""
     source, answers = migration.source, migration.answers
     counts = ", ".join(f"{migration.count(k)} {k}" for k in CLASSES if migration.count(k))
     lines = [f"{source.form}: {counts}"]
@@ -366,7 +367,7 @@ def report_text(migration: Migration) -> str:
 
 
 def layout_world(values: Mapping[str, Any]) -> int:
-    """Return the smallest number of ranks that a layout divides."""
+    """Return the smallest number of ranks that the degrees of a layout divide."""
     sizes = {
         axis: int(values.get(f"{axis}_size", 1) or 1)
         for axis in (

@@ -1,9 +1,8 @@
-"""Read the training command out of a launch script without running any of it.
+"""Finds the training command of a launch script without running the script.
 
 Assignments, arrays, ``if`` with plain tests, and expansions (``$X``, ``${X:-y}``, ``${A[@]}``,
-``$(( ))``) are evaluated in order. Nothing is taken from the environment and no command is
-started. What only a running shell can answer stays in the words as ``UNKNOWN`` plus the text of
-the expansion, and is listed.
+``$(( ))``) are evaluated in order. The environment is not read, and no command is started. An
+expansion whose value only a running shell has stays in the words, enclosed in ``UNKNOWN``.
 """
 
 import ast
@@ -16,7 +15,7 @@ from fnmatch import fnmatchcase
 from mcore_base.command_line import is_flag
 
 UNKNOWN = "\x00"
-"""Starts and ends an expansion inside a word whose value the script does not contain."""
+"""Marks begin and end of an expansion in a word, if the script does not contain its value."""
 Value = str | list[str]
 
 _OPERATOR = re.compile(r"\n|;;|;|&&|\|\||&>>?|\d*>>?&?\d*|\d*<<<|<<-?|<|[&|()]")
@@ -60,7 +59,7 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-ge": operator.ge,
 }
 _MOST_DIGITS = 18
-"""Of a number in arithmetic: what a shell's 64 bits hold."""
+"""Largest number of digits in arithmetic, within the 64 bits of a shell."""
 
 
 @dataclass(slots=True)
@@ -68,17 +67,17 @@ class Script:
     """Command that a launch script starts, as far as its text determines it."""
 
     words: list[str] = field(default_factory=list)
-    """Of the training program, after the script or module that is started."""
+    """Words after the training script or module."""
     launcher: list[str] = field(default_factory=list)
-    """Words before these: ``torchrun`` and its options."""
+    """Words before the training script or module: ``torchrun`` and its options."""
     program: str = ""
-    """Started script or module."""
+    """Training script or module."""
     exports: dict[str, str] = field(default_factory=dict)
     """Exported variables and their values."""
     batch_options: list[str] = field(default_factory=list)
     """Options of ``#SBATCH`` lines."""
     skipped: list[str] = field(default_factory=list)
-    """Lines that were not followed, a sentence each."""
+    """Lines that were not evaluated, one sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,12 @@ def read_script(text: str, settings: Mapping[str, str]) -> Script:
     """Find the training command of a shell script and expand its words.
 
     Args:
-        text: of the script.
-        settings: variables by name, positional ones by number, which win over the script's own
-            plain assignments.
+        text: text of the script.
+        settings: values of variables by name, and of positional parameters by number. They
+            override assignments of the script.
 
     Raises:
-        ValueError: for quotes or brackets that never end, and a script that starts no training.
+        ValueError: if quotes or brackets are not closed, or the script starts no training.
     """
     script = Script()
     for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE):
@@ -124,12 +123,12 @@ def unknown_in(words: list[str]) -> list[str]:
 
 
 def shown(word: str) -> str:
-    """Write a word for a reader."""
+    """Return a word without the marks of unknown expansions."""
     return word.replace(UNKNOWN, "")
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    """Cut a script into raw words and operators; comments and here-documents are left out."""
+    """Split a script into raw words and operators, without comments and here-documents."""
     position, line = 0, 1
     ends: list[tuple[str, bool]] = []
     while position < len(text):
@@ -206,7 +205,7 @@ def _array(text: str, position: int, line: int) -> tuple[list[str], int]:
 
 
 def _word(text: str, position: int, line: int) -> tuple[str, int]:
-    """Read one raw word; return it with its quotes, and where it ends."""
+    """Read one raw word; return the word with its quotes, and its end position."""
     begin = position
     while position < len(text):
         letter = text[position]
@@ -217,7 +216,7 @@ def _word(text: str, position: int, line: int) -> tuple[str, int]:
 
 
 def _after_piece(text: str, position: int, line: int) -> int:
-    """Return where the quoted text, expansion or letter at a position ends."""
+    """Return the end of the quoted text, expansion or letter that starts at a position."""
     letter = text[position]
     if letter == "\\":
         return position + 2
@@ -254,7 +253,7 @@ def _after_bracket(text: str, position: int, line: int) -> int:
 
 
 class _Evaluator:
-    """Follows the commands of a script in order and keeps its variables."""
+    """Evaluates the commands of a script in order, and stores its variables."""
 
     def __init__(self, script: Script, settings: Mapping[str, str]) -> None:
         self.script = script
@@ -262,7 +261,7 @@ class _Evaluator:
         self.variables: dict[str, Value] = dict(settings)
 
     def run(self, tokens: list[_Token]) -> None:
-        """Follow commands; the result of the one before decides on && and ||."""
+        """Evaluate commands; && and || depend on the result of the previous command."""
         position, status, joint = 0, True, ""
         while position < len(tokens):
             token = tokens[position]
@@ -313,7 +312,7 @@ class _Evaluator:
             )
 
     def _compound(self, tokens: list[_Token], position: int) -> int:
-        """Follow the branch of an ``if`` that is taken; skip loops, cases and functions."""
+        """Evaluate an ``if`` by its tests; skip loops, cases and functions."""
         token = tokens[position]
         if token.text not in _OPENING:  # a function
             while position < len(tokens) and tokens[position].text != "{":
@@ -332,7 +331,7 @@ class _Evaluator:
         return end
 
     def _if(self, token: _Token, inner: list[_Token]) -> None:
-        """Run the first branch whose test holds; none where a test cannot be answered."""
+        """Evaluate the first branch whose test holds; none if a test cannot be decided."""
         parts: list[tuple[str, list[_Token]]] = [("if", [])]
         depth = 0
         for index, each in enumerate(inner):
@@ -355,7 +354,7 @@ class _Evaluator:
                 return
 
     def _joined_tests(self, tokens: list[_Token]) -> bool | None:
-        """Return what tests joined by ``&&`` and ``||`` give, from left to right."""
+        """Return the result of tests joined by ``&&`` and ``||``, from left to right."""
         holds: bool | None = None
         position, joint = 0, ""
         while position < len(tokens):
@@ -370,7 +369,7 @@ class _Evaluator:
         return holds
 
     def _test(self, tokens: list[_Token]) -> bool | None:
-        """Return what a test of strings or numbers gives; None if it is not known."""
+        """Return the result of a test of strings or numbers; None if unknown."""
         raw = [token.text for token in tokens]
         if raw[0] == "(":  # (( )) of arithmetic
             result = self._arithmetic("".join(raw[2:-2]))
@@ -389,29 +388,29 @@ class _Evaluator:
         return either
 
     def _plain_test(self, raw: list[str], has_patterns: bool) -> bool | None:
-        """Return what one comparison gives, by raw words; None if it is not known."""
+        """Return the result of one comparison of raw words; None if unknown."""
         is_negated = raw[:1] == ["!"]
         raw = raw[1:] if is_negated else raw
         words = ["".join(self._expand(word, splits=False)) for word in raw]
         if unknown_in(words):
             return None
-        found: bool | None = None
+        holds: bool | None = None
         match words:
             case ["-z", word]:
-                found = not word
+                holds = not word
             case ["-n", word] | [word]:
-                found = bool(word)
+                holds = bool(word)
             case [left, "=" | "==", right]:
-                found = fnmatchcase(left, right) if has_patterns else left == right
+                holds = fnmatchcase(left, right) if has_patterns else left == right
             case [left, "!=", right]:
-                found = not fnmatchcase(left, right)
+                holds = not fnmatchcase(left, right)
             case [left, sign, right] if sign in _COMPARISONS:
                 if re.fullmatch(r"-?\d{1,18}", left) and re.fullmatch(r"-?\d{1,18}", right):
-                    found = _COMPARISONS[sign](int(left), int(right))
-        return found if found is None else found != is_negated
+                    holds = _COMPARISONS[sign](int(left), int(right))
+        return holds if holds is None else holds != is_negated
 
     def _skip(self, token: _Token, tokens: list[_Token], why: str) -> None:
-        """List a part that is not followed, if it sets variables or passes flags."""
+        """Report a part that is not evaluated, if it sets variables or passes flags."""
         text = " ".join(each.text + " ".join(each.array or ()) for each in tokens)
         names = sorted(set(re.findall(r"\b([A-Za-z_]\w*)\+?=", text)))
         if names or "--" in text:
@@ -419,7 +418,7 @@ class _Evaluator:
             self.script.skipped.append(f"line {token.line}: {why}{what}.")
 
     def _simple(self, command: list[_Token]) -> bool | None:
-        """Follow one command; return whether it succeeds, None if that is not known."""
+        """Evaluate one command; return whether it succeeds, None if unknown."""
         is_declared = command[0].text in _DECLARING
         rest = command[1:] if is_declared else command
         if command[0].text == "unset":
@@ -467,7 +466,7 @@ class _Evaluator:
             self.script.exports[name] = shown(text)
 
     def _command(self, words: list[str], token: _Token) -> bool | None:
-        """Take the training command out of expanded words; commands inside strings too."""
+        """Store the training command of expanded words; evaluate commands inside strings."""
         for index, word in enumerate(words):
             is_shell = word.rpartition("/")[2] in ("bash", "sh") and index + 2 < len(words)
             flag = words[index + 1] if is_shell else ""
@@ -629,7 +628,7 @@ class _Evaluator:
 
 
 def _split(value: str) -> list[str]:
-    """Cut a value at white space outside its unknown parts."""
+    """Split a value at white space outside of its unknown expansions."""
     pieces = value.split(UNKNOWN)
     parts = [""]
     for index, piece in enumerate(pieces):
@@ -698,7 +697,7 @@ def _unquoted(line: int, mark: str, place: str) -> str:
 
 
 def _test_end(tokens: list[_Token], position: int) -> int:
-    """Return the place after the test that begins at a position; 0 if none begins there."""
+    """Return the end of the test that starts at a position; 0 if no test starts there."""
     texts = [token.text for token in tokens[position:]]
     if texts[:2] == ["(", "("]:
         ends = [n for n in range(2, len(texts) - 1) if texts[n : n + 2] == [")", ")"]]
@@ -712,7 +711,7 @@ def _test_end(tokens: list[_Token], position: int) -> int:
 
 
 def _join(joint: str, left: bool | None, right: bool | None) -> bool | None:
-    """Return ``left && right`` or ``left || right``, where None is not known."""
+    """Return ``left && right`` or ``left || right``; None means unknown."""
     if not joint:
         return right
     decides = joint == "||"
@@ -722,7 +721,7 @@ def _join(joint: str, left: bool | None, right: bool | None) -> bool | None:
 
 
 def _cut_words(words: list[str], mark: str) -> list[list[str]]:
-    """Cut words into runs at each ``mark``."""
+    """Split words at each ``mark``."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == mark:
@@ -733,7 +732,7 @@ def _cut_words(words: list[str], mark: str) -> list[list[str]]:
 
 
 def _closing(tokens: list[_Token], position: int) -> int:
-    """Return the place after the word that ends a compound command."""
+    """Return the index after the word that ends a compound command."""
     depth = 0
     for index in range(position, len(tokens)):
         change = _depth_change(tokens, index)
@@ -754,7 +753,7 @@ def _depth_change(tokens: list[_Token], index: int) -> int:
 
 
 def _program_place(words: list[str]) -> int | None:
-    """Return the place of the training program: a .py file or -m MODULE before its flags."""
+    """Return the index of the training program: a .py file or -m MODULE before its flags."""
     for index, word in enumerate(words):
         is_module = index > 0 and words[index - 1] == "-m" and "distributed" not in word
         if shown(word).endswith(".py") or (is_module and not word.endswith("torchrun")):

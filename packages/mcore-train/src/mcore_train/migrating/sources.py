@@ -1,7 +1,7 @@
-"""Read a launch script or config of another trainer into the flags that it means.
+"""Reads a launch script or config of another trainer as a list of flags.
 
-Every source becomes a list of ``Given``: an entry of the file, and the flags of that meaning
-(Megatron's or ours), or the reason why there is no such flag.
+Every entry of the file becomes a ``Given``: the entry, and the equivalent flags (Megatron's or
+mcore-train's), or the reason why there is no equivalent.
 """
 
 import itertools
@@ -37,47 +37,47 @@ CLASSES = ("same", "renamed", "note", "changed default", "refused", "unresolved"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One flag or key of a file, and what it means."""
+    """One flag or key of a file, and the equivalent flags."""
 
     text: str
-    """As the file has it, with its value."""
+    """Text of the entry in the file, with its value."""
     words: tuple[str, ...] = ()
-    """Flags that it means; empty: see ``reason``."""
+    """Equivalent flags and their values; empty: see ``reason``."""
     kind: str = ""
-    """Of CLASSES where it is known already."""
+    """One of ``CLASSES``, if already known; else empty."""
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Flags, world size and form of a file."""
+    """Flags, world size and format of a file."""
 
     form: str
-    """What the file is, for the report."""
+    """Description of the file's format, for the report."""
     command: str = "gpt"
     given: tuple[Given, ...] = ()
     world_size: int = 0
-    """Ranks that it starts; 0: not known."""
+    """Number of ranks that the file starts; 0: unknown."""
     has_megatron_defaults: bool = False
-    """Whether what it leaves out has Megatron's defaults."""
+    """Whether options that the file does not set have Megatron's defaults."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Options that are read as values, of a published model."""
+    """Options of a published model, by name."""
     skipped: tuple[str, ...] = ()
-    """Parts that were not followed, a sentence each."""
+    """Parts of the file that were not read, one sentence each."""
     lacks: str = ""
-    """Parts of a run that files of this form never have."""
+    """Parts of a run that files of this format never describe."""
 
 
 def read_source(path: Path, settings: Mapping[str, str]) -> Source:
-    """Read a file of any known form.
+    """Read a file of any supported format.
 
     Args:
-        path: of the file.
-        settings: variables that a script leaves open.
+        path: script or config file.
+        settings: values of variables that a script does not set.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a form that is not known, with those that are.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the format is unknown.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a script or a config.")
@@ -106,7 +106,7 @@ PROGRAMS = (
     ("*mamba*", "mamba"),
     ("*hybrid*", "mamba"),
 )
-"""Patterns of Megatron's entry scripts, and commands; others train a GPT."""
+"""Patterns of Megatron's entry scripts and the commands for them; any other script: gpt."""
 
 
 def _read_shell(text: str, settings: Mapping[str, str]) -> Source:
@@ -135,7 +135,10 @@ def _read_shell(text: str, settings: Mapping[str, str]) -> Source:
 
 
 def split_flags(words: list[str]) -> list[Given]:
-    """Cut words into flags with their values; unknown ones and stray words apart."""
+    """Split words into flags with their values.
+
+    Flags with unknown variables are unresolved; words without a flag are refused.
+    """
     given: list[Given] = []
     rest = list(words)
     while rest:
@@ -162,7 +165,7 @@ def split_flags(words: list[str]) -> list[Given]:
 
 
 def _grouped(words: list[str]) -> list[str]:
-    """Join flags of a launcher with their values."""
+    """Join each flag of a launcher with its values."""
     groups: list[str] = []
     for word in words:
         if (
@@ -178,9 +181,9 @@ def _grouped(words: list[str]) -> list[str]:
 
 
 def _world_size(launcher: list[str], batch_options: list[str]) -> int:
-    """Multiply hosts by ranks of a host; 0 if the ranks are not known."""
+    """Return hosts times ranks per host; 0 if the ranks per host are unknown."""
     words = [w for word in (*batch_options, *launcher) for w in word.split("=", 1)]
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     names = {
         "nnodes": "hosts",
         "nodes": "hosts",
@@ -194,10 +197,10 @@ def _world_size(launcher: list[str], batch_options: list[str]) -> int:
     for name, value in itertools.pairwise(words):
         part = names.get(name.lstrip("-").replace("-", "_"), "")
         numbers = re.findall(r"\d+", value)
-        is_single_task = "ntasks" in name and numbers == ["1"]  # which starts torchrun
+        is_single_task = "ntasks" in name and numbers == ["1"]  # one torchrun per host
         if part and numbers and name.startswith("-") and not is_single_task:
-            found[part] = int(numbers[-1])
-    return found.get("ranks", 0) * found.get("hosts", 1)
+            counts[part] = int(numbers[-1])
+    return counts.get("ranks", 0) * counts.get("hosts", 1)
 
 
 def _read_yaml(path: Path, settings: Mapping[str, str]) -> Source:
@@ -227,7 +230,7 @@ def _read_yaml(path: Path, settings: Mapping[str, str]) -> Source:
 def _read_functional_test(
     path: Path, config: Mapping[str, Any], settings: Mapping[str, str]
 ) -> Source:
-    """Read MODEL_ARGS; ``model_config.yaml`` of the folders above gives what a case shares."""
+    """Read MODEL_ARGS of a case and of ``model_config.yaml`` in the folders above it."""
     options: dict[str, Any] = {}
     command = ""
     levels = [config]
@@ -283,7 +286,7 @@ def _of_yaml(flag: str, value: Any, settings: Mapping[str, str]) -> list[Given]:
 
 
 def _words(text: str) -> list[str]:
-    """Cut a value as a shell does, except patterns that a shell would not accept."""
+    """Split a value like a shell; lists and texts that are invalid in a shell stay one word."""
     try:
         return [text] if text.startswith(("[", "(")) else shlex.split(text)
     except ValueError:
@@ -291,23 +294,23 @@ def _words(text: str) -> list[str]:
 
 
 def _by_row(rows: Mapping[str, Row], key: str, value: Any, table: Mapping[str, Any]) -> Given:
-    """Answer one key by the first row that matches; NeMo's others by their own name."""
+    """Translate a key by the first matching row; other keys of NeMo by Megatron's names."""
     text = f"{key}: {render(value)}"
     if isinstance(value, str) and ("${" in value or value in ("auto", "???")):
         reason = f"{value} is filled in when the program runs: give the flag itself"
         return Given(text, kind="unresolved", reason=reason)
     row = next((rows[pattern] for pattern in rows if fnmatchcase(key, pattern)), None)
     if row is None and rows is NEMO:
-        found = megatron_flag(key, value)
+        translation = megatron_flag(key, value)
     elif row is None:
         return Given(text, kind="refused", reason="this key is not known; left out")
     else:
-        found = answer(row, value, table)
-    if found.startswith("--"):
-        return Given(text, tuple(shlex.split(found)))
-    if found.startswith("refused: "):
-        return Given(text, kind="refused", reason=found.removeprefix("refused: "))
-    return Given(text, kind="note", reason=found)
+        translation = answer(row, value, table)
+    if translation.startswith("--"):
+        return Given(text, tuple(shlex.split(translation)))
+    if translation.startswith("refused: "):
+        return Given(text, kind="refused", reason=translation.removeprefix("refused: "))
+    return Given(text, kind="note", reason=translation)
 
 
 def _read_toml(path: Path, text: str) -> Source:
@@ -348,7 +351,7 @@ def _read_json(path: Path, text: str) -> Source:
 
 
 def _read_published(table: Mapping[str, Any]) -> Source:
-    """Read the model of a config.json by its family."""
+    """Read the model of a config.json by the family of its ``model_type``."""
     description = find_family(table["model_type"]).to_ours(dict(table))
     values = model_fields(description)
     given = []

@@ -193,10 +193,11 @@ def build_frozen_model(
             vocab_size=description.vocab_size,
             moe=description.moe,
             stage=stage,
+            # Weights are drawn only where the folder may leave some out.
+            seed=config.run.seed if config.strictness.may_leave_tensors else None,
             execution=Execution(kernels=config.kernels, streams=streams),
             device=ctx.device,
             dtype=dtype,
-            is_filled=config.strictness.may_leave_tensors,
         )
         for stage in stages_of_rank(stages, ctx.pp.rank)
     ]

@@ -1,9 +1,9 @@
-"""Alarms on the waterfall of a step: what is beyond its bound, and the one flag to try.
+"""Raises alarms on the waterfall of a step: which bound is exceeded, and one flag to try.
 
-A bound that is crossed is traced to the largest part behind it. Of the flags against that part
-the planner names the one that gains most, with its prediction; where it has no constants of the
-device, or does not model the part, the first flag that the run would accept is named, with what
-the step would gain at most: all of the part.
+The cause of an exceeded bound is the largest part of the step that contributes to it. Of the
+flags that reduce this part, the alarm names the one with the largest gain predicted by the
+planner. If the planner has no constants of the device or does not model the part, the alarm
+names the first flag that is valid for the run, and the upper limit of its gain: the whole part.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from mcore_train.reporting.waterfall import AXES, Waterfall
 from mcore_train.resolution import Plan, resolve
 
 LEAST_MFU = 0.4
-"""Share of the device's peak."""
+"""Smallest share of the device's peak."""
 MOST_COMMUNICATION = 0.3
-"""Share of the step in which ranks wait for communication."""
+"""Largest share of the step in which ranks wait for communication."""
 LEAST_UTILISATION = 0.8
-"""Share of the step in which devices compute or communicate."""
+"""Smallest share of the step in which devices compute or communicate."""
 MOST_NOISE = 1.0
-"""Gradient noise scale over the batch size."""
+"""Largest gradient noise scale over the batch size."""
 LEAST_NOISES = 5
-"""Measurements of it before an alarm: one alone may be far off."""
+"""Measurements of the noise scale before an alarm, since a single one may be far off."""
 
 _MODELED = ("bubble", "compute", "exposed_dp", "exposed_tp")
 """Parts whose flags the planner predicts."""
@@ -41,18 +41,18 @@ _CHANGES_NUMBERS = {"global_batch_size", "grad_reduce_in_bf16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
-    """One bound that is crossed."""
+    """One exceeded bound."""
 
     name: str
     seen: str
-    """The numbers that show it."""
+    """Numbers that show the problem."""
     flag: str
-    """Option to try; empty: no option of the run helps."""
+    """Option to try; "" if no option of the run helps."""
     gain: str
-    """What it gains: as predicted, or at most."""
+    """Predicted gain of the option, or its upper limit."""
 
     def line(self) -> str:
-        """Write the alarm for a person."""
+        """Format the alarm as one line."""
         remedy = f"try {self.flag}: {self.gain}" if self.flag else self.gain
         return f"{self.name}: {self.seen}; {remedy}"
 
@@ -60,38 +60,39 @@ class Alarm:
 def find_alarms(
     plan: Plan, waterfall: Waterfall, mfu: float, device_name: str = ""
 ) -> list[Alarm]:
-    """Hold a waterfall to the bounds.
+    """Return an alarm for each bound that a waterfall exceeds.
 
     Args:
-        plan: of the run.
-        waterfall: of one of its steps.
-        mfu: share of the device's peak; 0: the peak is not known.
-        device_name: of the GPU, as its driver gives it; empty: a CPU.
+        plan: plan of the run.
+        waterfall: waterfall of one step.
+        mfu: share of the device's peak; 0 if the peak is not known.
+        device_name: name of the GPU by its driver; "" for a CPU.
     """
     parts, step_s = waterfall.parts, waterfall.step_s
     alarm = partial(_alarm, plan=plan, device_name=device_name)
-    found = []
+    alarms = []
     share = waterfall.communication_share
-    # Ranks wait in communication for a slow rank, which guards.stragglers names.
+    # Ranks wait in communication for a slow rank, which guards.stragglers reports.
     if share > MOST_COMMUNICATION and waterfall.slow_rank < 0:
         part = max((f"exposed_{axis}" for axis in AXES), key=lambda name: parts[name])
         seen = f"{_percent(share)} of a step is exposed, most of it over {part[8:]}"
-        found.append(alarm("communication", seen, part, share=parts[part] / step_s))
+        alarms.append(alarm("communication", seen, part, share=parts[part] / step_s))
     if waterfall.utilisation < LEAST_UTILISATION:
         part = max(("bubble", "data", "host", "checkpoint"), key=lambda name: parts[name])
         seen = (
             f"devices have work ahead for {_percent(waterfall.utilisation)} of a step; "
             f"{_percent(parts[part] / step_s)} is {_WORDS[part]}"
         )
-        # Kernels run also while the host paces them: at the peak a step takes mfu * step_s.
+        # Part of the host's time overlaps with kernels: at peak speed a step takes mfu *
+        # step_s, so at most the rest can be saved.
         share = min(parts[part] / step_s, 1 - mfu)
-        found.append(alarm("utilisation", seen, part, share=share))
-    if 0 < mfu < LEAST_MFU and not found:
-        found.append(alarm("MFU", f"{_percent(mfu)} of the peak", "compute"))
+        alarms.append(alarm("utilisation", seen, part, share=share))
+    if 0 < mfu < LEAST_MFU and not alarms:
+        alarms.append(alarm("MFU", f"{_percent(mfu)} of the peak", "compute"))
     if waterfall.gradient_noise > MOST_NOISE and waterfall.num_noises >= LEAST_NOISES:
         noise = waterfall.gradient_noise
         size = plan.global_batch_size * min(4, max(2, round(noise) if noise < 4 else 4))
-        found.append(
+        alarms.append(
             Alarm(
                 name="gradient noise",
                 seen=f"the noise scale is {noise:.3g} times the batch",
@@ -99,7 +100,7 @@ def find_alarms(
                 gain="the variance of a step's gradient falls as the batch grows",
             )
         )
-    return found
+    return alarms
 
 
 _WORDS = {
@@ -113,7 +114,7 @@ _WORDS = {
 def _alarm(
     name: str, seen: str, part: str, *, plan: Plan, device_name: str, share: float = 0.0
 ) -> Alarm:
-    """Name the flag against a part that takes a share of the step."""
+    """Return the alarm of a part with the flag that reduces it; ``share`` is of the step."""
     config = plan.config
     candidates = [
         changes
@@ -123,7 +124,7 @@ def _alarm(
     system = system_of_device(device_name)
     if system is not None and part in _MODELED:
         run = plan.family, plan.world_size, plan.vocab_size, system
-        # What changes the numbers of a run is named only where nothing else helps.
+        # Changes that alter the run's numbers are named only if no other change helps.
         same = [changes for changes in candidates if not _CHANGES_NUMBERS & set(changes)]
         gains = [g for g in predict_gains(config, same, *run) if g.fits and g.faster > 0]
         if gains:
@@ -137,7 +138,7 @@ def _alarm(
 
 
 def _against(part: str, config: TrainConfig, *, has_graphs: bool) -> Iterator[Changes]:
-    """Yield changes that shorten a part, the likeliest first."""
+    """Yield changes of options that may shorten a part, the most likely first."""
     sequences = config.batch.global_batch_size or config.batch.micro_batch_size
     larger: Changes = {"global_batch_size": 2 * sequences}
     match part:
@@ -180,7 +181,7 @@ def _against(part: str, config: TrainConfig, *, has_graphs: bool) -> Iterator[Ch
 
 
 def _accepts(plan: Plan, changes: Changes) -> bool:
-    """Whether a run with some options changed would start."""
+    """Whether the changed options are valid for the run."""
     try:
         changed = compose({**flat(plan.config), **changes}, type(plan.config))
         resolve(

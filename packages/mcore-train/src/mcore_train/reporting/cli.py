@@ -1,10 +1,10 @@
-"""The commands that read what a run has written: ``report``, ``explain``, ``profile``."""
+"""The commands that read the files of a run: ``report``, ``explain``, ``profile``."""
 
 from pathlib import Path
 
 
 def show_profile(trace: Path, /) -> int:
-    """Print what a profiled step's time went to: kinds of kernels, communication, phases.
+    """Print the time of a profiled step by kinds of kernels, communication and phases.
 
     Args:
         trace: file of --profile, such as profiles/rank0.json.gz; Perfetto opens it too.
@@ -16,12 +16,12 @@ def show_profile(trace: Path, /) -> int:
 
 
 def explain_spikes(run: Path, /, *, step: int = 0, samples: int = 4) -> int:
-    """Print the steps that a run has left out as spikes, and the documents that they read.
+    """Print the steps that a run left out as spikes, and the documents of these steps.
 
     Args:
-        run: its --save folder.
-        step: step whose documents are shown, as the log counts; 0: all of spikes.jsonl.
-        samples: first samples of each step's batch that are shown.
+        run: --save folder of the run.
+        step: step whose documents are shown, as in the log; 0: all steps of spikes.jsonl.
+        samples: number of samples of each step's batch to show.
     """
     from mcore_train.reporting.spike_ledger import ledger_page
 
@@ -31,9 +31,9 @@ def explain_spikes(run: Path, /, *, step: int = 0, samples: int = 4) -> int:
 
 
 def write_report(runs: tuple[Path, ...], /, *, output: Path = Path("report.html")) -> int:
-    """Write one self-contained HTML page about a run, or one that compares several.
+    """Write one self-contained HTML page about a run, or a comparison of several runs.
 
-    Reads files alone, also while a run goes on.
+    Only reads files, so a run may still be training.
 
     Args:
         runs: --save folders.

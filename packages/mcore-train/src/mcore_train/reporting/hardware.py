@@ -1,4 +1,4 @@
-"""What a device can do at most: the denominator of MFU, where it is known."""
+"""Peak FLOP/s of GPUs, the denominator of MFU."""
 
 _PEAKS = {
     "B300": 2250e12,
@@ -21,7 +21,7 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str) -> float:
-    """Return the dense bf16 peak of a device in FLOP/s, 0.0 where it is not known."""
+    """Return the dense bf16 peak of a device in FLOP/s; 0.0 if it is not known."""
     words = device_name.upper().replace("-", " ")
     for name in sorted(_PEAKS, key=len, reverse=True):
         if f" {name.upper()} " in f" {words} ":

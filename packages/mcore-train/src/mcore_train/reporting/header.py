@@ -29,16 +29,16 @@ from mcore_train.resolution import Plan, layout_degrees
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """Documents and tokens of one stored dataset, and how often a run reads them."""
+    """Documents and tokens of one stored dataset, and the number of times a run reads them."""
 
     prefix: str
-    """Prefix of its files; empty for mock data."""
+    """Prefix of the files; "" for mock data."""
     documents: int
-    """In the training split."""
+    """Documents in the training split."""
     tokens: int
-    """In the training split."""
+    """Tokens in the training split."""
     epochs: float
-    """How often the whole run, from its first step to its last, reads the split."""
+    """Number of times that the whole run reads the split."""
 
 
 class StartClock:
@@ -54,7 +54,7 @@ class StartClock:
         self._last_s = time.monotonic() - age_s
 
     def end(self, part: str) -> None:
-        """Take the time since the part before ended, or since the start began."""
+        """Record the seconds since the end of the previous part, or since the start."""
         now_s = time.monotonic()
         self.parts_s[part] = round(now_s - self._last_s, 2)
         self._last_s = now_s
@@ -71,7 +71,7 @@ def process_age_s() -> float:
 
 
 def build_header(run: Run, start: StartClock) -> Header:
-    """Describe a run that is about to train; gathers the names of devices over the world.
+    """Describe a run before training; gathers the names of devices over the world.
 
     Args:
         run: to describe.
@@ -124,7 +124,7 @@ def build_header(run: Run, start: StartClock) -> Header:
 
 
 def _command(plan: Plan) -> str:
-    """Write the run's options as the command line that starts it, on each of its hosts."""
+    """Return the command line that starts the run on each of its hosts."""
     ranks = launcher.read_environment()
     words = ["mcore-train"]
     if ranks.world_size > 1:
@@ -141,8 +141,8 @@ def pace_line(run: Run, step_ms: float) -> str:
     """Describe the time of a step, and from it the time between saves and to the end.
 
     Args:
-        run: at the step that it has come to.
-        step_ms: of its steps, without the first.
+        run: the run at its current step.
+        step_ms: mean time of the steps, without the first.
     """
     left = run.plan.train_iters - run.progress.iteration
     interval, is_saved = run.plan.config.saving.save_interval, run.plan.config.saving.save
@@ -158,7 +158,7 @@ def read_shares(run: Run) -> Iterator[SourceShare]:
         return
     dataset = run.datasets.train
     if run.plan.config.objective.reference_cache:
-        dataset = dataset.dataset  # without the stored entries
+        dataset = dataset.dataset  # the dataset without the cached reference entries
     yield from _shares(dataset, run.plan.train_samples, run.plan.config.batch.seq_length)
 
 
@@ -171,18 +171,18 @@ def _shares(dataset: Any, num_samples: int, seq_length: int) -> Iterator[SourceS
     lengths, ids = inner.sequences.lengths, inner.document_ids
     if isinstance(ids, range):
         ids = slice(ids.start, ids.stop)
-    own = lengths[ids]
-    tokens = int(own.sum(dtype=np.int64))
+    lengths = lengths[ids]
+    tokens = int(lengths.sum(dtype=np.int64))
     epochs = num_samples * seq_length / max(1, tokens)
     if isinstance(dataset, EpochsDataset | PackedDataset):
         epochs = num_samples / dataset.per_epoch
     prefix = getattr(inner.sequences, "prefix", "")
-    yield SourceShare(prefix=prefix, documents=len(own), tokens=tokens, epochs=epochs)
+    yield SourceShare(prefix=prefix, documents=len(lengths), tokens=tokens, epochs=epochs)
 
 
 def _data_line(share: SourceShare) -> str:
     return (
-        f"data: {share.prefix or 'made-up tokens'}, {share.documents:,} documents, "
+        f"data: {share.prefix or 'mock data'}, {share.documents:,} documents, "
         f"{share.tokens:,} tokens to train on, read {share.epochs:.3g} times"
     )
 

@@ -1,7 +1,7 @@
-"""An HTTP endpoint that reports how a run is doing: ``/health`` for probes, ``/metrics``.
+"""HTTP endpoint with the state of a run: ``/health`` for probes, ``/metrics`` for Prometheus.
 
-The first rank of each host serves it from a thread of its own. The training loop writes a few
-numbers to a shared table and never waits for a request.
+The first rank of each host serves the endpoint from a separate thread. The training loop writes
+a few numbers to a shared object and never waits for a request.
 """
 
 import json
@@ -17,15 +17,15 @@ from typing import Any, Self
 log = logging.getLogger(__name__)
 
 PREFIX = "mcore_"
-"""Of the names on ``/metrics``."""
+"""Prefix of the names on ``/metrics``."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format."""
 
 
 class Health:
-    """What the endpoint reports; written by the training loop, read by the server's threads.
+    """State of a run: written by the training loop, read by the server's threads.
 
-    Every value is replaced whole, so a reader needs no lock.
+    Each attribute is replaced by a single assignment, so a reader needs no lock.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Health:
         Args:
             stale_s: time without progress after which the run is not healthy.
             now: clock in seconds.
-            rank: of this process, for the labels of the metrics.
+            rank: rank of this process, for the labels of the metrics.
         """
         self._stale_s, self._now, self._rank = stale_s, now, rank
         self._started_s = self._progress_s = now()
@@ -47,39 +47,40 @@ class Health:
         self._numbers: Mapping[str, float | int] = {}
 
     def begin(self, iteration: int, train_iters: int) -> None:
-        """Note where a run begins, in steps done, and where it ends."""
+        """Record the number of finished steps at the start, and the last step."""
         self._iteration, self._train_iters = iteration, train_iters
         self.beat()
 
     def beat(self) -> None:
-        """Note progress that is no step, such as a batch of a validation."""
+        """Record progress other than a step, such as a batch of a validation."""
         self._progress_s = self._now()
 
     def step(self, iteration: int) -> None:
-        """Note that a step has ended on the host."""
+        """Record that a step has ended on the host."""
         self._iteration, self._has_stepped = iteration, True
         self._progress_s = self._step_ended_s = self._now()
 
     def checkpoint(self, iteration: int) -> None:
-        """Note that a step is durable."""
+        """Record that the checkpoint of a step is durable."""
         self._checkpoint = iteration, self._now()
         self.beat()
 
     def report(self, numbers: Mapping[str, float | int]) -> None:
-        """Keep the numbers of the last report for ``/metrics``."""
+        """Store the numbers of the last report for ``/metrics``."""
         self._numbers = numbers
 
     def state(self) -> dict[str, Any]:
-        """Return what ``/health`` answers; ``status`` is starting, training or stale.
+        """Return the content of ``/health``; ``status`` is starting, training or stale.
 
-        A run that loads files or compiles is never stale: its progress is not known.
+        Before the first step a run is never stale, since the time to load files and to compile
+        is not known.
         """
         now_s = self._now()
         silent_s = now_s - self._progress_s
         status = "starting"
         if self._has_stepped:
             status = "stale" if silent_s > self._stale_s else "training"
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "status": status,
             "rank": self._rank,
             "iteration": self._iteration,
@@ -88,11 +89,11 @@ class Health:
             "progress_age_s": silent_s,
         }
         if self._has_stepped:
-            found["step_age_s"] = now_s - self._step_ended_s
+            values["step_age_s"] = now_s - self._step_ended_s
         if self._checkpoint is not None:
             iteration, saved_s = self._checkpoint
-            found |= {"checkpoint_iteration": iteration, "checkpoint_age_s": now_s - saved_s}
-        return found
+            values |= {"checkpoint_iteration": iteration, "checkpoint_age_s": now_s - saved_s}
+        return values
 
     def metrics(self) -> str:
         """Return ``/metrics`` in Prometheus's text format, every number as a gauge."""
@@ -109,24 +110,24 @@ class Health:
 
 
 class HealthServer:
-    """Serves a ``Health`` over HTTP while a run lasts: a context manager."""
+    """Context manager that serves a ``Health`` over HTTP."""
 
     def __init__(self, port: int, health: Health) -> None:
-        """Take the port.
+        """Bind the port.
 
         Args:
-            port: on all addresses of this host.
-            health: what to answer from.
+            port: port on all addresses of this host.
+            health: state to serve.
 
         Raises:
-            ValueError: if the port cannot be taken.
+            ValueError: if the port cannot be bound.
         """
         try:
             self._server = ThreadingHTTPServer(("", port), partial(_Handler, health))
         except OSError as error:
             raise ValueError(
-                f"--health-port {port} cannot be taken ({error.strerror}): another process "
-                "listens there, or it is below 1024. Give another port."
+                f"--health-port {port} cannot be used ({error.strerror}): another process uses "
+                "it, or it is below 1024. Give another port."
             ) from None
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
@@ -148,7 +149,7 @@ class HealthServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request; connections are not kept."""
+    """Answers one HTTP request."""
 
     def __init__(self, health: Health, *arguments: Any) -> None:
         self._health = health

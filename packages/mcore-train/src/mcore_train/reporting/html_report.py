@@ -1,8 +1,8 @@
-"""``mcore-train report``: one HTML page about runs, from the files of their folders alone.
+"""``mcore-train report``: one HTML page about runs, from the files of their folders.
 
-The page has no script and loads nothing, so it can be mailed. Curves of several runs lie in one
-chart; what belongs to one run (waterfall, events, recipe) follows run by run. A run that still
-trains is shown as far as its files go.
+The page has no scripts and loads no other files, so it can be mailed. Each chart has the curves
+of all runs; waterfall, events and recipe follow for each run. Of a run that still trains the
+page shows the steps so far.
 """
 
 import math
@@ -19,9 +19,9 @@ from mcore_train.reporting.svg_charts import COLORS, Line, line_chart, stacked_b
 from mcore_train.reporting.waterfall import AXES, PARTS
 
 SPIKE = 1.2
-"""Loss over the median of the reports before it that counts as a spike."""
+"""Loss over the median of the previous reports that counts as a spike."""
 BEFORE = 8
-"""Reports of that median."""
+"""Number of previous reports in this median."""
 ORIGIN = ("kind", "attempt", "continues_from", "iteration", "time")
 """Keys of every row."""
 MOST_SPIKES, MOST_DOCUMENTS, MOST_BARS = 5, 4, 60
@@ -45,10 +45,10 @@ CURVES = {
     "layers/update_norm": "Norm of an update",
     "layers/largest_attention_logit": "Largest attention logit",
 }
-"""Numbers that are drawn over steps, of rows of kind train unless a kind is named. Those of
-named validation sets and of zero-shot tasks follow."""
+"""Titles of the curves by number; numbers without a kind are of kind train. Curves of named
+validation sets and of zero-shot tasks follow."""
 SPEEDS = ("tokens_per_s", "step_ms", "mfu")
-"""Drawn without the first report of each attempt, whose first step compiles and connects."""
+"""Curves without the first report of each attempt, whose first step compiles and connects."""
 
 _PART_COLORS = {
     "compute": "#1f6feb",
@@ -88,18 +88,18 @@ details{margin:8px 0}summary{cursor:pointer}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPage:
-    """What a run folder holds for the report."""
+    """Data of one run folder for the report."""
 
     name: str
     """Unique among the runs of a report."""
     folder: Path
     rows: Rows
-    """Of ``metrics.jsonl``, without those that later attempts repeated."""
+    """Rows of ``metrics.jsonl``, without steps that later attempts repeated."""
     recipe: str
-    """Text of the newest recipe.toml; empty: none was saved yet."""
+    """Text of the newest recipe.toml; "" if none was saved yet."""
     samples: Rows
     ledger: Rows
-    """Of ``spikes.jsonl``."""
+    """Rows of ``spikes.jsonl``."""
 
     def of_kind(self, kind: str) -> Rows:
         """Return the rows of one kind."""
@@ -151,7 +151,7 @@ def read_pages(folders: Sequence[Path]) -> list[RunPage]:
 
 
 def html_report(pages: Sequence[RunPage]) -> str:
-    """Write the page."""
+    """Return the page as HTML."""
     title = " and ".join(page.name for page in pages)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -172,14 +172,14 @@ def html_report(pages: Sequence[RunPage]) -> str:
 
 
 def spikes(page: RunPage) -> list[tuple[int, float, float]]:
-    """Return the steps at which the loss jumped, with the loss and the median before it."""
-    points, found = page.points("loss"), []
-    for place in range(BEFORE, len(points)):
-        before = statistics.median(loss for _, loss in points[place - BEFORE : place])
-        step, loss = points[place]
-        if loss > SPIKE * before:
-            found.append((int(step), loss, before))
-    return found[:MOST_SPIKES]
+    """Return the steps at which the loss jumped, with the loss and the previous median."""
+    points, jumps = page.points("loss"), []
+    for index in range(BEFORE, len(points)):
+        median = statistics.median(loss for _, loss in points[index - BEFORE : index])
+        step, loss = points[index]
+        if loss > SPIKE * median:
+            jumps.append((int(step), loss, median))
+    return jumps[:MOST_SPIKES]
 
 
 def _colors(pages: Sequence[RunPage]) -> list[str]:
@@ -187,7 +187,7 @@ def _colors(pages: Sequence[RunPage]) -> list[str]:
 
 
 def _comparison(pages: Sequence[RunPage]) -> str:
-    """Table of the runs: where they are, and the newest of their numbers."""
+    """Return the table of all runs, with their progress and newest numbers."""
     numbers = {
         "steps": lambda p: _newest(p, "iteration", 0),
         "of": lambda p: _newest(p, "train_iters", 0),
@@ -241,28 +241,28 @@ def _curves(pages: Sequence[RunPage]) -> Iterator[str]:
 
 
 def _scores(pages: Sequence[RunPage]) -> dict[str, str]:
-    """Name the numbers of named validation sets and of zero-shot tasks, with their titles."""
-    found = {}
+    """Return the titles of the curves of named validation sets and of zero-shot tasks."""
+    titles = {}
     for row in (row for page in pages for row in page.rows):
         split, _, name = row["kind"].partition(" ")
         if name and split == "valid":
-            found[f"{row['kind']}/loss"] = f"Validation loss on {name}"
+            titles[f"{row['kind']}/loss"] = f"Validation loss on {name}"
         elif split == "task":
             numbers = [key for key in row if key not in ORIGIN]
-            found |= {f"{row['kind']}/{key}": f"{name}: {key}" for key in numbers}
-    return found
+            titles |= {f"{row['kind']}/{key}": f"{name}: {key}" for key in numbers}
+    return titles
 
 
 def _run_parts(page: RunPage) -> Iterator[str]:
     if falls := page.of_kind("waterfall"):
         yield from _waterfall(falls)
     yield _table("Events", ("step", "what"), list(_events(page)))
-    found = {
-        step: f"loss {loss:.4g}, {before:.4g} before" for step, loss, before in spikes(page)
+    texts = {
+        step: f"loss {loss:.4g}, {median:.4g} before" for step, loss, median in spikes(page)
     } | {row["iteration"]: describe_spike(row) for row in page.ledger[-MOST_SPIKES:]}
-    if found:
-        head = ("step", "what the step read")
-        yield _table("Spikes and steps left out", head, _documents(page, found))
+    if texts:
+        head = ("step", "documents")
+        yield _table("Spikes and steps left out", head, _documents(page, texts))
     if page.samples:
         rows = [(row["iteration"], row["prompt"] + row["text"]) for row in page.samples[-3:]]
         yield _table("Samples", ("step", "text"), rows)
@@ -319,8 +319,8 @@ def _events(page: RunPage) -> Iterator[tuple[Any, str]]:
             yield step, f"{row['skipped_steps']} steps skipped"
 
 
-def _documents(page: RunPage, found: Mapping[int, str]) -> list[tuple[int, str]]:
-    """Name the documents of some steps after their texts, where the data are still there."""
+def _documents(page: RunPage, texts: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Append the documents of some steps to their texts, if the data still exist."""
     from mcore_data.tracing.explaining import RunData
 
     rows, why = [], ""
@@ -328,7 +328,7 @@ def _documents(page: RunPage, found: Mapping[int, str]) -> list[tuple[int, str]]
         data = RunData(page.folder)
     except (OSError, ValueError) as error:
         data, why = None, str(error)
-    for step, text in sorted(found.items()):
+    for step, text in sorted(texts.items()):
         if data is None:
             rows.append((step, f"{text}; the documents are not known: {why}"))
             continue
@@ -337,7 +337,7 @@ def _documents(page: RunPage, found: Mapping[int, str]) -> list[tuple[int, str]]
         except ValueError:
             pieces = data.explain(step, 0)
         shown = "\n".join(
-            f"document {p.document} of {p.prefix or 'made-up data'}: {p.text[:160]}"
+            f"document {p.document} of {p.prefix or 'mock data'}: {p.text[:160]}"
             for p in pieces[:MOST_DOCUMENTS]
         )
         rows.append((step, f"{text}\n{shown}"))

@@ -19,7 +19,7 @@ from mcore_train.step import StepResult
 
 
 class Interval:
-    """Sums over the steps since the last report, kept on the device until it is due.
+    """Sums over the steps since the last report; they remain on the device until the next.
 
     Attributes:
         is_first: whether the steps so far belong to the first report.
@@ -30,8 +30,8 @@ class Interval:
         """Begin an interval at the run's next step; no communication.
 
         Args:
-            run: whose steps are averaged.
-            watch: does not count the time of ``paused`` as that of a step; None: there is none.
+            run: run whose steps are averaged.
+            watch: watchdog that must not count the time of ``paused`` as step time, if any.
         """
         self.run = run
         self._watch = watch
@@ -57,12 +57,12 @@ class Interval:
         self._started_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
-        """Add one step; waits for nothing."""
+        """Add one step without waiting for the device."""
         self.is_first = self.num_reports == 0
         self._num_steps += 1
         self._last = result
         losses = torch.stack((*result.losses.values(), result.aux_loss)).double()
-        # Losses of a skipped step may be infinite, and no update followed from them.
+        # Losses of a skipped step may be infinite, and were not used for an update.
         is_skipped, lr = result.is_skipped, result.lr
         self._num_skipped = self._num_skipped + is_skipped
         if is_skipped is not False:
@@ -84,7 +84,7 @@ class Interval:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the body out of the report; first waits for the device."""
+        """Context whose time is not part of the report; waits for the device first."""
         if self.run.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.run.ctx.device)
         before_s = time.perf_counter()
@@ -95,7 +95,7 @@ class Interval:
             self._started_s += time.perf_counter() - before_s
 
     def report(self) -> StepReport:
-        """Average over the steps and begin anew; waits for the device, sums over the world."""
+        """Return averages over the steps and reset; waits for the device, sums over ranks."""
         scaler = self.run.precision.loss_scaler
         run, plan, progress = self.run, self.run.plan, self.run.progress
         assert self._last is not None
@@ -161,10 +161,10 @@ class Interval:
         }
 
     def _reduced(self, num_skipped: int) -> tuple[list[float], float]:
-        """Average losses over the steps and sum over ranks; returns them and the aux loss.
+        """Average losses over the steps and sum them over ranks; return losses and aux loss.
 
-        Tensor ranks compute the same losses, and each a part of the aux loss. Skipped steps
-        are left out; if all were skipped, the numbers are those of the last one.
+        Tensor ranks compute equal losses, and each a part of the aux loss. Skipped steps are
+        left out; if all steps were skipped, the losses of the last one are returned.
         """
         ctx = self.run.ctx
         means = self._skipped_losses

@@ -1,8 +1,8 @@
 """``mcore-train profile``: GPU kernels of a torch profile, sorted into a few kinds.
 
-Kinds are found by kernel name. Times are unions of intervals over all streams, so that
-overlapped work is not counted twice: ``exposed`` communication is what no other kernel
-covers, and ``gap`` is when the device does nothing at all.
+The name of a kernel determines its kind. Times are unions of intervals over all streams, so
+overlapped work is not counted twice: ``exposed`` communication overlaps with no other kernel,
+and in a ``gap`` the device is idle.
 """
 
 import gzip
@@ -38,16 +38,16 @@ class Kernel:
     begin: float
     end: float
     axis: str = ""
-    """Of a collective: what its group was called when it was made."""
+    """Description of a collective's process group."""
 
     @property
     def interval(self) -> Interval:
-        """When it ran."""
+        """Begin and end of the activity."""
         return self.begin, self.end
 
 
 def kind_of(kernel: str) -> str:
-    """Sort a kernel by its name."""
+    """Return the kind of a kernel by its name."""
     for kind, pattern in KINDS:
         if pattern.search(kernel):
             return kind
@@ -73,8 +73,8 @@ def split_ms(kernels: list[Kernel], wall_us: float, steps: int) -> dict:
         steps: steps in it.
 
     Returns:
-        Milliseconds a step: one entry a kind (union of its own kernels), then
-        ``exposed_communication`` as a whole and by axis, ``gap`` and ``step``.
+        Milliseconds per step: an entry for each kind (union of its kernels), then
+        ``exposed_communication`` in total and by axis, ``gap`` and ``step``.
     """
     by_kind: dict[str, list[Interval]] = defaultdict(list)
     by_axis: dict[str, list[Interval]] = defaultdict(list)
@@ -107,7 +107,7 @@ def device_kernels(profile: torch.profiler.profile) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace of torch's profiler holds of device and phases."""
+    """Device activities and host ranges of a trace of torch's profiler."""
 
     kernels: list[Kernel]
     ranges: dict[str, list[Interval]]
@@ -121,14 +121,14 @@ class Trace:
 
 
 STEP = "step "
-"""Begin of the name of a step's range."""
+"""Prefix of the name of a step's range."""
 
 
 def read_trace(file: Path) -> Trace:
     """Read a trace of torch's profiler, ``.json`` or ``.json.gz``.
 
     Raises:
-        ValueError: if the file is no such trace.
+        ValueError: if the file is not such a trace.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     try:
@@ -136,7 +136,7 @@ def read_trace(file: Path) -> Trace:
             events = json.load(stream)["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file} is no trace of torch's profiler ({error}): give a file of --profile."
+            f"{file} is not a trace of torch's profiler ({error}): give a file of --profile."
         ) from None
     ranges: dict[str, list[Interval]] = defaultdict(list)
     kernels = []
@@ -153,7 +153,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def trace_page(trace: Trace) -> str:
-    """Write what a step's time went to, and the heaviest kernels, for a person."""
+    """Format the time of a step by kinds and ranges, and the longest kernels."""
     steps = trace.steps
     count = max(1, len(steps))
     lines = [f"{len(steps)} steps"]

@@ -1,9 +1,9 @@
 """Statistics of a step by layer: weights, gradients, updates, activations, attention logits.
 
-They are computed on the device in steps that ``--layer-statistics-interval`` divides and read
-at the next report, so that nothing waits for the device between. Sums run over each logical
-element once, whatever the layout. An update is estimated from every k-th element of a
-parameter, so that no second copy of the weights is needed; k is 1 for small ones.
+Statistics are computed on the device in every ``--layer-statistics-interval``-th step and read
+at the next report, so the host does not wait for the device in between. Sums count each logical
+element once, in every layout. An update is estimated from every k-th element of a parameter, so
+that no second copy of the weights is needed; k is 1 for small parameters.
 """
 
 import math
@@ -23,14 +23,14 @@ from mcore_parallel.sharding import held_share, layer_stacks
 from mcore_train.assembly import Run
 
 REST = "rest"
-"""Where embeddings, heads and final norms are counted."""
+"""Name of the layer that counts embeddings, heads and final norms."""
 SAMPLES = 1 << 18
-"""Elements of a parameter from which its update is estimated, about."""
+"""Approximate number of elements of a parameter from which its update is estimated."""
 _LAYER = re.compile(r"(?:^|\.)(?P<stack>\w+)\.(?P<number>\d+)\.")
 
 
 NORMS = ("weights", "gradients", "updates", "activations")
-"""Statistics that are measured as norms and added up as squares."""
+"""Statistics that are measured as norms and summed as squares."""
 
 Part = tuple[OwnedRange, float, Tensor]
 """A range of a parameter, its share in sums over the world, and a view of its values."""
@@ -49,10 +49,10 @@ class Entry:
 
 
 class LayerStatistics:
-    """Measures a run's layers in the steps that are due."""
+    """Measures statistics of a run's layers at an interval of steps."""
 
     def __init__(self, run: Run) -> None:
-        """Measure nothing yet; no communication."""
+        """Store the run and the interval; no communication."""
         self._run = run
         self._interval = run.plan.config.logging.layer_statistics_interval
         self._handles: list[Any] = []
@@ -67,12 +67,12 @@ class LayerStatistics:
         return self._interval > 0 and step % self._interval == 0
 
     def before(self, step: int) -> None:
-        """Watch the forward of a step that is due."""
+        """Add hooks to the blocks if the step is measured."""
         if not self.is_due(step):
             return
         self._entries, self._counts, self._is_watching = [], defaultdict(float), True
         if self._run.recorder is not None:
-            return  # a graph repeats kernels, not the hooks of modules
+            return  # a CUDA graph replays kernels without calling hooks
         for chunk in self._run.chunks:
             for names, block in _blocks(chunk):
                 self._handles.append(block.register_forward_hook(self._note(names)))
@@ -80,7 +80,7 @@ class LayerStatistics:
                 track_scores(chunk)
 
     def before_update(self, step: int) -> None:
-        """Measure complete gradients and weights; keep samples of the weights."""
+        """Measure reduced gradients and weights; copy samples of the weights."""
         if not self.is_due(step):
             return
         self._stop_watching()
@@ -108,10 +108,10 @@ class LayerStatistics:
         self._before = [(part, part[2][:: _stride(part[2])].clone()) for part in weights]
 
     def after(self, step: int) -> None:
-        """Measure the update of a step that is due; waits for nothing."""
+        """Measure the update if the step is measured, without waiting for the device."""
         if not self.is_due(step):
             return
-        if self._is_watching:  # there was no update: gradients overflowed
+        if self._is_watching:  # the update was skipped, since gradients overflowed
             self._stop_watching()
             return
         changes = [
@@ -129,24 +129,24 @@ class LayerStatistics:
         return self._recorded_step > 0
 
     def report(self) -> tuple[int, dict[str, float]]:
-        """Return the step that was measured last, and its numbers; gathers over the world.
+        """Return the last measured step and its numbers; gathers over the world.
 
         Keys are a statistic and a layer, such as ``gradient_norm/layer_3``.
         """
         step, self._recorded_step = self._recorded_step, 0
-        own = _sums(self._entries, self._counts)
+        local_sums = _sums(self._entries, self._counts)
         self._entries, self._counts = [], defaultdict(float)
-        found: dict[str, float] = defaultdict(float)
-        for rank in gather_json(own, self._run.ctx.world):
-            for name, value in rank.items():
-                is_largest = name.endswith("/logits")
-                found[name] = max(found[name], value) if is_largest else found[name] + value
-        return step, _numbers(found)
+        sums: dict[str, float] = defaultdict(float)
+        for rank_sums in gather_json(local_sums, self._run.ctx.world):
+            for name, value in rank_sums.items():
+                is_maximum = name.endswith("/logits")
+                sums[name] = max(sums[name], value) if is_maximum else sums[name] + value
+        return step, _numbers(sums)
 
     def _note(self, layer: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
-                return  # a recomputation, of an activation that was counted
+                return  # a recomputation in backward: the activation is already counted
             x = output if isinstance(output, Tensor) else output[0]
             x = x.detach()
             norm = torch.linalg.vector_norm(x, dtype=torch.float32)
@@ -157,7 +157,7 @@ class LayerStatistics:
         return hook
 
     def _stop_watching(self) -> None:
-        """Remove the hooks; take the largest attention logits."""
+        """Remove the hooks; record the largest attention logits."""
         self._is_watching = False
         for handle in self._handles:
             handle.remove()
@@ -171,7 +171,7 @@ class LayerStatistics:
                 layer.tracker = None
 
     def _add_norms(self, what: str, parts: Sequence[Part]) -> None:
-        """Measure the norms of some views, for the sums of their layers."""
+        """Add the norms of some views to the entries of their layers."""
         by_dtype: dict[torch.dtype, list[Part]] = defaultdict(list)
         for part in parts:
             by_dtype[part[2].dtype].append(part)
@@ -181,19 +181,19 @@ class LayerStatistics:
             self._add(what, same, norms)
 
     def _add(self, what: str, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
-        """Keep one number of each part, under the name of its layer."""
+        """Add one number of each part to the entries of its layer."""
         for (owned, share, _), value in zip(parts, values, strict=True):
             self._entries.append(Entry(f"{layer_of(owned.named.name)}/{what}", share, value))
 
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or module by its name, such as ``layer_3``."""
-    found = _LAYER.search(name)
-    if found is None:
+    match = _LAYER.search(name)
+    if match is None:
         return REST
     # blocks.3.mlp of a GPT, encoder.blocks.3.mlp of a T5, mtp.0.block.mlp
-    part = name[: found.start()] if found["stack"] == "blocks" else found["stack"]
-    return f"{part}_{found['number']}" if part else f"layer_{found['number']}"
+    part = name[: match.start()] if match["stack"] == "blocks" else match["stack"]
+    return f"{part}_{match['number']}" if part else f"layer_{match['number']}"
 
 
 def _blocks(chunk: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -211,52 +211,52 @@ def _stride(view: Tensor) -> int:
 
 def _sums(entries: Sequence[Entry], counts: Mapping[str, float]) -> dict[str, float]:
     """Read the entries from the device; return sums and maxima by name, and the counts."""
-    found: dict[str, float] = defaultdict(float, counts)
+    sums: dict[str, float] = defaultdict(float, counts)
     for entry, value in zip(entries, _to_host([each.value for each in entries]), strict=True):
-        what = entry.name.rpartition("/")[2]
-        if what == "logits":
-            found[entry.name] = max(found[entry.name], value)
+        statistic = entry.name.rpartition("/")[2]
+        if statistic == "logits":
+            sums[entry.name] = max(sums[entry.name], value)
         else:
-            found[entry.name] += entry.share * (value**2 if what in NORMS else value)
-    return found
+            sums[entry.name] += entry.share * (value**2 if statistic in NORMS else value)
+    return sums
 
 
 def _to_host(scalars: Sequence[Tensor]) -> list[float]:
     """Copy scalars to the host, all of one device and dtype at once."""
-    places: dict[Any, list[int]] = defaultdict(list)
-    for place, scalar in enumerate(scalars):
-        places[scalar.device, scalar.dtype].append(place)
-    found = [0.0] * len(scalars)
-    for same in places.values():
-        numbers = torch.stack([scalars[place] for place in same]).tolist()
-        for place, number in zip(same, numbers, strict=True):
-            found[place] = number
-    return found
+    indices: dict[Any, list[int]] = defaultdict(list)
+    for index, scalar in enumerate(scalars):
+        indices[scalar.device, scalar.dtype].append(index)
+    values = [0.0] * len(scalars)
+    for same in indices.values():
+        group = torch.stack([scalars[index] for index in same]).tolist()
+        for index, value in zip(same, group, strict=True):
+            values[index] = value
+    return values
 
 
 def _numbers(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turn sums by layer into norms, shares and maxima, and add those of the whole model."""
-    found: dict[str, float] = {}
-    whole: dict[str, float] = defaultdict(float)
+    """Convert sums by layer to norms, shares and maxima; add the totals of the model."""
+    numbers: dict[str, float] = {}
+    totals: dict[str, float] = defaultdict(float)
     for name, value in sorted(sums.items(), key=lambda entry: _order(entry[0])):
-        layer, _, what = name.partition("/")
-        if what in ("weights", "gradients", "updates"):
-            found[f"{what[:-1]}_norm/{layer}"] = math.sqrt(value)
-            whole[f"{what[:-1]}_norm"] += value
-        elif what == "zeros":
-            found[f"zero_gradient_share/{layer}"] = value / sums[f"{layer}/elements"]
-            whole["zero_gradients"] += value
-        elif what == "activations":
+        layer, _, statistic = name.partition("/")
+        if statistic in ("weights", "gradients", "updates"):
+            numbers[f"{statistic[:-1]}_norm/{layer}"] = math.sqrt(value)
+            totals[f"{statistic[:-1]}_norm"] += value
+        elif statistic == "zeros":
+            numbers[f"zero_gradient_share/{layer}"] = value / sums[f"{layer}/elements"]
+            totals["zero_gradients"] += value
+        elif statistic == "activations":
             count = sums[f"{layer}/outputs"]
-            found[f"activation_rms/{layer}"] = math.sqrt(value / count)
+            numbers[f"activation_rms/{layer}"] = math.sqrt(value / count)
             zeros = sums[f"{layer}/zero_activations"]
-            found[f"zero_activation_share/{layer}"] = zeros / count
-        elif what == "logits":
-            found[f"largest_attention_logit/{layer}"] = value
-            whole["largest_attention_logit"] = max(whole["largest_attention_logit"], value)
-    for name, value in whole.items():
-        found[name] = math.sqrt(value) if name.endswith("_norm") else value
-    return found
+            numbers[f"zero_activation_share/{layer}"] = zeros / count
+        elif statistic == "logits":
+            numbers[f"largest_attention_logit/{layer}"] = value
+            totals["largest_attention_logit"] = max(totals["largest_attention_logit"], value)
+    for name, value in totals.items():
+        numbers[name] = math.sqrt(value) if name.endswith("_norm") else value
+    return numbers
 
 
 def _order(name: str) -> tuple[str, int, str]:

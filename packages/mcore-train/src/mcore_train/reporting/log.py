@@ -1,7 +1,7 @@
-"""Reports of a run: lines of text, and the same numbers as JSON lines and for loggers.
+"""Writes the reports of a run as lines of text, as JSON lines and to loggers.
 
-Only the rank that reports opens files; the others log warnings alone. Lines follow
-Megatron's form, so that tools which read those read these. On a terminal a progress bar is
+Only the reporting rank opens files; the other ranks only log warnings. Lines have Megatron's
+format, so tools that parse Megatron's logs can parse them. On a terminal a progress bar is
 shown below the lines.
 """
 
@@ -43,19 +43,19 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 SPIKES = "spikes.jsonl"
 TENSORBOARD = "tensorboard"
-"""Names in the folder of ``--save``; samples are lines of iteration, prompt and text, spikes
-lines of steps that were left out."""
+"""Names in the ``--save`` folder. A line of samples has iteration, prompt and text; a line of
+spikes is a step that was left out."""
 
 
 class LineHandler(logging.StreamHandler):
-    """Writes lines until their reader, such as ``head``, has seen enough.
+    """Stream handler that stops writing when the reader of a pipe, such as ``head``, has ended.
 
-    A run then ends as it does after SIGTERM: it saves first. What handles no SIGTERM goes on
-    without lines.
+    If SIGTERM has a handler, it is raised, so that a run saves and ends. Other programs
+    continue without lines.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
-        """Stop writing if the reader is gone; print other errors as logging does."""
+        """Stop writing after a broken pipe; handle other errors as logging does."""
         if not isinstance(sys.exception(), BrokenPipeError):
             super().handleError(record)
             return
@@ -65,13 +65,13 @@ class LineHandler(logging.StreamHandler):
 
 
 def set_up(is_reporter: bool) -> Console:
-    """Send log records to standard output, once; ranks that do not report only warn.
+    """Configure logging: the reporting rank logs to standard output, the others only warnings.
 
-    Other ranks write to standard error, which launchers keep of every rank. Warnings of this
-    package are left out there, since all ranks would repeat them.
+    Other ranks log to standard error, which launchers store for every rank. They leave out
+    warnings of this package, which all ranks would repeat.
 
     Returns:
-        The console on which progress may be shown too.
+        The console for a progress bar.
     """
     console = Console(soft_wrap=True, highlight=False)
     handler: logging.Handler = LineHandler(sys.stdout if is_reporter else sys.stderr)
@@ -89,7 +89,7 @@ def set_up(is_reporter: bool) -> Console:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """The numbers of one interval; averages over its steps unless said otherwise.
+    """Numbers of the steps between two reports; averages unless stated otherwise.
 
     Losses are averaged over the steps that were not skipped.
     """
@@ -103,29 +103,29 @@ class StepReport:
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
     mfu: float
-    """Share of the device's peak, 0 to 1; 0 where the peak is not known."""
+    """Share of the device's peak, 0 to 1; 0 if the peak is not known."""
     lr: float
-    """Of the last update; 0 if all steps were skipped."""
+    """Learning rate of the last update; 0 if all steps were skipped."""
     global_batch_size: int
     loss: float
     """Nats per token."""
     aux_loss: float
     """Auxiliary losses of experts times their coefficients; 0 without experts."""
     grad_norm: float
-    """Of the last step, before clipping."""
+    """Gradient norm of the last step, before clipping."""
     peak_gib: float
-    """Highest memory taken on this device; 0 on a CPU."""
+    """Peak of allocated memory on this device; 0 on a CPU."""
     loss_scale: float = 0.0
     """Factor of the loss under --fp16; 0 in other formats."""
     skipped_steps: int = 0
     """Steps without an update: their scaled gradients overflowed, or they were spikes."""
     expert_imbalance: float = 0.0
-    """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
-    without experts."""
+    """Rows of the busiest expert over the mean, largest value over the layers; 1 is perfect
+    balance, 0 without experts."""
     load_balancing_loss: float = 0.0
     """Mean over the layers of experts, without coefficient."""
     z_loss: float = 0.0
-    """Of the routers: mean over the layers of experts, without coefficient."""
+    """Router z-loss: mean over the layers of experts, without coefficient."""
     loss_name: str = "lm loss"
     """Name of the main loss in the line."""
     other_losses: Mapping[str, float] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class StepReport:
     """Router statistics (``mcore_moe.SUMMARY``) by layer, such as ``imbalance/layer_3``."""
 
     def line(self) -> str:
-        """Write the report as one line in Megatron's form."""
+        """Format the report as one line in Megatron's format."""
         parts = [
             f"iteration {self.iteration:8d}/{self.train_iters:8d}",
             f"consumed samples: {self.consumed_train_samples:12d}",
@@ -163,17 +163,17 @@ class StepReport:
 
     def numbers(self) -> dict[str, float | int]:
         """Return the report as a flat table with stable keys, without numbers by layer."""
-        apart = ("experts", "other_losses", "loss_name")
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
+        excluded = ("experts", "other_losses", "loss_name")
+        table = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in excluded}
+        return table | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 
 
 class Reporter:
-    """Writes reports of one run: lines, JSON lines, loggers, a progress bar.
+    """Context manager that writes the reports of a run; no effect on other ranks.
 
-    A context manager; does nothing on ranks that do not report. A run that continues appends
-    to the files of before: each JSON line has the number of its attempt and the step which the
-    attempt continues from, so that ``read_metrics`` leaves out what an earlier one did later.
+    A run that continues appends to the existing files. Each JSON line has the number of its
+    attempt and the step from which the attempt continues, so that ``read_metrics`` can leave
+    out later steps of earlier attempts.
     """
 
     def __init__(
@@ -188,17 +188,17 @@ class Reporter:
         continues_from: int = 0,
         health: Health | None = None,
     ) -> None:
-        """Prepare; files are opened on entry.
+        """Store the options; ``__enter__`` opens the files.
 
         Args:
-            console: where a progress bar may go; None on ranks that do not report.
-            metrics_file: JSON lines, appended to.
-            samples_file: JSON lines of texts that the model writes, appended to.
-            spikes_file: JSON lines of steps that were left out, appended to.
-            loggers: also get every number; one that fails is dropped, and the run goes on.
-            with_lines: write a line for each report.
-            continues_from: steps done before.
-            health: also gets steps, reports and saves, on a rank that serves an endpoint.
+            console: console for a progress bar; None on ranks that do not report.
+            metrics_file: file of JSON lines to append to.
+            samples_file: file for texts that the model generates, as JSON lines.
+            spikes_file: file for steps that were left out, as JSON lines.
+            loggers: loggers of every number; a logger that fails is removed.
+            with_lines: whether to log a line for each report.
+            continues_from: number of steps before this attempt.
+            health: state of the health endpoint, on a rank that serves it.
         """
         self.is_active = console is not None
         self._health = health
@@ -229,7 +229,7 @@ class Reporter:
             reported=self._reported,
             folder=None if self._metrics_file is None else self._metrics_file.parent,
         )
-        self._tell(lambda logger: logger.begin(attempt))
+        self._call_loggers(lambda logger: logger.begin(attempt))
         if self._progress is not None:
             self._progress.start()
         return self
@@ -239,10 +239,10 @@ class Reporter:
             self._progress.stop()
         if self._metrics is not None:
             self._metrics.close()
-        self._tell(lambda logger: logger.close())
+        self._call_loggers(lambda logger: logger.close())
 
     def _begin_attempt(self, file: Path) -> None:
-        """Number this attempt, and log which steps of earlier attempts are abandoned."""
+        """Determine the number of this attempt; log the abandoned steps of earlier attempts."""
         for row in _rows(file):
             self._attempt = max(self._attempt, row.get("attempt", 1) + 1)
             self._run_id = row.get("run_id", self._run_id)
@@ -252,14 +252,14 @@ class Reporter:
         newest = max((row["iteration"] for row in kept), default=0)
         if newest > self.continues_from:
             log.info(
-                "attempt %d continues from step %d: what earlier attempts wrote to %s on steps "
-                "%d to %d is abandoned",
+                "attempt %d continues from step %d: rows of earlier attempts in %s for the "
+                "steps %d to %d are ignored from now on",
                 *(self._attempt, self.continues_from, file),
                 *(self.continues_from + 1, newest),
             )
 
     def advance(self, iteration: int, train_iters: int, status: str = "") -> None:
-        """Move the progress bar; cheap, and needs no number from the device."""
+        """Update the progress bar, without reading numbers from the device."""
         if self._health is not None:
             self._health.step(iteration)
         if self._progress is None:
@@ -272,17 +272,17 @@ class Reporter:
         self._progress.update(self._task, **changes)
 
     def beat(self) -> None:
-        """Note progress that is no step, for the health endpoint."""
+        """Record progress other than a step, for the health endpoint."""
         if self._health is not None:
             self._health.beat()
 
     def saved(self, iteration: int) -> None:
-        """Note that a step is durable, for the health endpoint."""
+        """Record that the checkpoint of a step is durable, for the health endpoint."""
         if self._health is not None:
             self._health.checkpoint(iteration)
 
     def report_header(self, iteration: int, header: Header) -> None:
-        """Write the description of a run: lines, one JSON line, and to loggers."""
+        """Write the description of a run as lines, as a JSON line and to loggers."""
         if self.with_lines:
             for line in header.lines:
                 log.info("%s", line)
@@ -290,10 +290,10 @@ class Reporter:
             row = {"kind": "run", **header.row, "iteration": iteration, **self._origin()}
             self._metrics.write(_json_line({**row, "run_id": self._run_id}))
             self._metrics.flush()
-        self._tell(lambda logger: logger.describe(header))
+        self._call_loggers(lambda logger: logger.describe(header))
 
     def report(self, report: StepReport) -> None:
-        """Write one training report everywhere."""
+        """Write one training report to all outputs."""
         if self._health is not None:
             self._health.report(report.numbers())
         if not self.is_active:
@@ -306,7 +306,7 @@ class Reporter:
             self.record("experts", report.iteration, report.experts)
 
     def report_waterfall(self, waterfall: "Waterfall", alarms: "Sequence[Alarm]") -> None:
-        """Write where the time of a step went; warn of bounds that it crosses, once each."""
+        """Write the waterfall of a step; log each new alarm as a warning."""
         if self.with_lines:
             log.info("%s", waterfall.line())
         self.record("waterfall", waterfall.iteration, waterfall.numbers())
@@ -320,7 +320,7 @@ class Reporter:
         self._alarms = {alarm.name: alarm.flag for alarm in alarms}
 
     def record(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Write numbers to the files alone.
+        """Write numbers to the metrics file and to loggers.
 
         Args:
             kind: ``train``, ``valid`` or another word; lines of one kind have the same keys.
@@ -332,22 +332,24 @@ class Reporter:
             self._metrics.write(_json_line(row))
             self._metrics.flush()
         is_repeated = iteration <= self._reported
-        self._tell(
+        self._call_loggers(
             lambda logger: logger.log(kind, iteration, numbers),
             to=[each for each in self.loggers if each.takes_back or not is_repeated],
         )
 
-    def _tell(self, call: Callable[[Logger], None], to: Sequence[Logger] | None = None) -> None:
-        """Call loggers; one that raises is dropped with a warning: no run ends for it."""
+    def _call_loggers(
+        self, call: Callable[[Logger], None], to: Sequence[Logger] | None = None
+    ) -> None:
+        """Call loggers; a logger that raises is removed with a warning."""
         for logger in list(self.loggers if to is None else to):
             try:
                 call(logger)
-            except Exception as error:  # noqa: BLE001 - whatever a service or its client does
+            except Exception as error:  # noqa: BLE001 - clients of services may raise anything
                 self.loggers.remove(logger)
                 warn_of_failure(logger, error)
 
     def report_texts(self, iteration: int, texts: Iterable[tuple[str, str]]) -> None:
-        """Write prompts and the texts that the model wrote after them."""
+        """Log and write prompts and the texts that the model generated for them."""
         if not self.is_active:
             return
         rows = []
@@ -372,10 +374,10 @@ class Reporter:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a ``metrics.jsonl`` or another ledger that later attempts kept.
+    """Read the rows of a ``metrics.jsonl`` or ``spikes.jsonl``, without repeated steps.
 
-    Where a run was killed after its last checkpoint, or continued from an earlier step, later
-    attempts repeat steps: rows of earlier attempts on these are left out.
+    If a run was killed after its last checkpoint, or continued from an earlier step, later
+    attempts repeat steps; rows of earlier attempts for these steps are left out.
     """
     rows = list(_rows(file))
     begins: dict[int, int] = {}
@@ -384,14 +386,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         begins[attempt] = min(row.get("continues_from", 0), begins.get(attempt, sys.maxsize))
 
     def is_kept(row: dict[str, Any]) -> bool:
-        own = row.get("attempt", 1)
-        return all(row["iteration"] <= begins[other] for other in begins if other > own)
+        attempt = row.get("attempt", 1)
+        return all(row["iteration"] <= begins[later] for later in begins if later > attempt)
 
     return [row for row in rows if is_kept(row)]
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of JSON lines; a line that a kill has cut is left out."""
+    """Yield the rows of JSON lines; skip a line that was cut by a kill."""
     if not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -405,7 +407,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
-    """Write a row; JSON has no nan and no infinity, which become null."""
+    """Return a row as a JSON line; nan and infinity, which JSON lacks, become null."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
@@ -421,7 +423,7 @@ def _append(path: Path | None, lines: Sequence[str]) -> None:
 
 
 def _open_to_append(file: Path) -> IO[str]:
-    """Open JSON lines, and end the line that a kill may have cut."""
+    """Open a file of JSON lines to append; end the last line if a kill has cut it."""
     opened = file.open("a+", encoding="utf-8")
     if opened.tell() > 0:
         with file.open("rb") as written:

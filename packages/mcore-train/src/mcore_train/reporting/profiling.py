@@ -1,7 +1,7 @@
-"""``--profile``: torch's profiler, or a range for nsys, around some steps of chosen ranks.
+"""``--profile``: profiles some steps of selected ranks with torch's profiler or nsys.
 
-Phases are ranges of the trace: each step, reading of data, compute with the actions of the
-pipeline schedule, waits by group of ranks, the optimizer. They are the spans of ``StepClock``.
+The trace has a range for each step and each span of ``StepClock``: reading of data, compute
+with the actions of the pipeline schedule, waits by process group, and the optimizer.
 """
 
 import logging
@@ -19,16 +19,16 @@ from mcore_train.reporting.kernel_split import STEP
 log = logging.getLogger(__name__)
 
 FOLDER = "profiles"
-"""Of traces, in the folder of ``--save``."""
+"""Folder of traces in the ``--save`` folder."""
 _NSYS = "NSYS_PROFILING_SESSION_ID"
-"""Set by nsys in the processes that it starts."""
+"""Environment variable that nsys sets in the processes that it starts."""
 
 
 class StepProfiler:
-    """Profiles the steps of a run that the options name: a context manager."""
+    """Context manager that profiles the steps of a run that the options select."""
 
     def __init__(self, run: Run) -> None:
-        """Profile nothing yet."""
+        """Read the options; profiling begins in ``before``."""
         config, rank = run.plan.config, run.ctx.global_rank
         self._options, self._clock, self._rank = config.profiling, run.ctx.clock, rank
         self._folder = Path(config.saving.save) / FOLDER
@@ -47,12 +47,12 @@ class StepProfiler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End a profile that the run did not come to the end of."""
+        """End a profile that is still active."""
         if self._profile is not None:
             self._stop()
 
     def before(self, step: int) -> None:
-        """Begin to profile after ``--profile-step-start``; name the step."""
+        """Start the profiler after ``--profile-step-start``; open the step's range."""
         options = self._options
         if not self._is_on or not options.profile_step_start < step <= options.profile_step_end:
             return
@@ -64,7 +64,7 @@ class StepProfiler:
         self._step.__enter__()
 
     def after(self, step: int) -> None:
-        """End the step, and the profile after ``--profile-step-end``."""
+        """Close the step's range; stop the profiler after ``--profile-step-end``."""
         if self._step is None:
             return
         self._step.__exit__(None, None, None)
@@ -74,7 +74,7 @@ class StepProfiler:
             self._stop()
 
     def _start(self) -> None:
-        if self._is_nsys:  # which takes what lies between start and stop, by its own option
+        if self._is_nsys:  # nsys --capture-range=cudaProfilerApi records from start to stop
             self._profile = cudart = torch.cuda.cudart()
             cudart.cudaProfilerStart()  # pyrefly: ignore
             return
@@ -94,4 +94,4 @@ class StepProfiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"rank{self._rank}.json.gz"
         profile.export_chrome_trace(str(file))
-        log.info("the profile of rank %d is in %s: mcore-train profile FILE", self._rank, file)
+        log.info("rank %d wrote %s: read it by mcore-train profile FILE", self._rank, file)

@@ -1,4 +1,4 @@
-"""``mcore-train schedule show``: a pipeline schedule as a picture, with its bubble."""
+"""``mcore-train schedule show``: draws a pipeline schedule with its bubble."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ MEGATRONS = {
     "--num-layers": "--layers",
     "--num-microbatches": "--microbatches",
 }
-"""What a run's flags are called where only its schedule is looked at."""
+"""Options of ``schedule show`` for the flags of a run."""
 
 SPLITTING = (
     "pipeline_model_parallel_layout",
@@ -31,22 +31,22 @@ SPLITTING = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options that say which stage holds which layers."""
+"""Options that assign layers to stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViewConfig(Options):
-    """What to draw, and where to."""
+    """Size of the schedule, and the output file."""
 
     ranks: int = option(4, minimum=1)
     """Pipeline ranks, as --pipeline-model-parallel-size in training."""
     microbatches: int = option(8, minimum=1)
     """Micro-batches of one step."""
     layers: int = option(0, minimum=0, zero="leave out")
-    """Layers of the model, as --num-layers in training: a stage then takes as long as it has
-    layers; 0: all stages take the same time."""
+    """Layers of the model, as --num-layers in training: the time of a stage is then
+    proportional to its number of layers; 0: all stages take the same time."""
     output: str = ""
-    """SVG file to write, which ends in .svg; empty: only the text."""
+    """SVG file to write, with the suffix .svg; empty: only text is printed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,35 +58,36 @@ class ShowConfig:
 
 
 def view_words(words: Sequence[str]) -> list[str]:
-    """Spell what flags of a run say of its schedule as options of ``schedule show``."""
+    """Translate the flags of a run to options of ``schedule show``."""
     pairs = (word.partition("=") if is_flag(word) else (word, "", "") for word in words)
-    found = [each for name, _, value in pairs for each in (canonical(name), value) if each]
+    flags = [each for name, _, value in pairs for each in (canonical(name), value) if each]
     faults = FaultCollector()
-    found, per_stage = take_all(found, LAYERS_PER_STAGE, faults)
+    flags, per_stage = take_all(flags, LAYERS_PER_STAGE, faults)
     faults.raise_all()
     if per_stage:
-        given = {MEGATRONS.get(name, name): value for name, value in pairwise(found)}
-        layers, ranks = given.get("--layers", ""), given.get("--ranks", str(ViewConfig().ranks))
+        values = {MEGATRONS.get(name, name): value for name, value in pairwise(flags)}
+        layers = values.get("--layers", "")
+        ranks = values.get("--ranks", str(ViewConfig().ranks))
         sizes = {
             "num_layers": int(layers) if layers.isdecimal() else None,
             "pipeline_model_parallel_size": int(ranks) if ranks.isdecimal() else 1,
         }
         stages = virtual_stages(sizes, per_stage[-1])
-        found += ["--num-virtual-stages-per-pipeline-rank", str(stages)]
-    return [MEGATRONS.get(word, word) for word in found]
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(stages)]
+    return [MEGATRONS.get(word, word) for word in flags]
 
 
 def draw_schedule(config: ShowConfig) -> str:
     """Draw a schedule as text and, with ``--output``, into an SVG file.
 
     Raises:
-        ValueError: if the schedule does not take so many ranks and micro-batches, the layers
-            do not divide into these stages, or the file cannot be written or is named as
-            another kind of picture.
+        ValueError: if the schedule does not support the numbers of ranks and micro-batches, the
+            layers cannot be divided into the stages, or the output cannot be written or has
+            another suffix.
     """
     view = config.view
     if view.output and Path(view.output).suffix.lower() != ".svg":
-        raise ValueError(f"--output {view.output} is written as SVG: end its name in .svg.")
+        raise ValueError(f"--output {view.output} must be an SVG file: use the suffix .svg.")
     if view.output:
         check_file("--output", view.output)
     table = ""
@@ -107,7 +108,7 @@ def draw_schedule(config: ShowConfig) -> str:
 
 
 def _choose(config: ShowConfig) -> tuple[ShowConfig, str]:
-    """Put the fastest schedule in the place of auto; without a model memory does not count."""
+    """Replace auto by the fastest schedule, without regard to memory; return the table too."""
     view = config.view
     candidates = search_schedules(
         config.pipeline,
@@ -124,12 +125,12 @@ def _choose(config: ShowConfig) -> tuple[ShowConfig, str]:
 
 
 def _durations(config: ShowConfig) -> Callable[[int, Action], float]:
-    """Return how long a rank computes for an action: in proportion to its stage's layers."""
+    """Return the duration of an action on a rank, proportional to the stage's layers."""
     view, pipeline = config.view, config.pipeline
     if not view.layers:
         splitting = [name.replace("_", "-") for name in SPLITTING if getattr(pipeline, name)]
         if splitting:
-            raise ValueError(f"--{splitting[0]} splits layers: say how many, by --layers.")
+            raise ValueError(f"--{splitting[0]} splits layers: give their number by --layers.")
         return lambda _, action: DURATIONS[action.kind]
     stages = build_stages(pipeline, view.layers, view.ranks)
     # A stage of embedding or loss alone is drawn as half a layer.

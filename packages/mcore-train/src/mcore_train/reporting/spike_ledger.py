@@ -1,7 +1,7 @@
-"""``mcore-train explain``: the steps that a run left out or went back before, and their texts.
+"""``mcore-train explain``: the steps that a run left out or rewound, and their documents.
 
-Reads ``spikes.jsonl`` of the run folder; the data plan of the newest checkpoint leads from a
-step to its documents.
+Reads ``spikes.jsonl`` of the run folder, and finds the documents of a step by the data plan of
+the newest checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from mcore_train.reporting.log import SPIKES, read_metrics
 
 
 def read_ledger(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's ledger that later attempts kept, the newest of each step."""
+    """Return the rows of a run's ledger, the newest of each step."""
     return list({row["iteration"]: row for row in read_metrics(folder / SPIKES)}.values())
 
 
 def describe_spike(row: Mapping[str, Any]) -> str:
-    """Return what a line of the ledger tells of its step, in words."""
+    """Format a row of the ledger as text."""
     ends = {
         "skip": "its update was left out",
         "stop": "its update was left out, and the run ended",
-        "rewind": f"weights and optimizer went back to step {row.get('rewound_to')}",
+        "rewind": f"weights and optimizer were rewound to step {row.get('rewound_to')}",
         "given": "left out by --iterations-to-skip",
     }
     if row["action"] == "given":
@@ -40,9 +40,9 @@ def ledger_page(folder: Path, step: int = 0, num_samples: int = 4) -> Iterator[s
     """Yield the lines of ``mcore-train explain``.
 
     Args:
-        folder: of the run.
-        step: the only one to show, which need not be a spike; 0: all of the ledger.
-        num_samples: first samples of a step whose texts are shown.
+        folder: the run folder.
+        step: only step to show, which need not be a spike; 0: all steps of the ledger.
+        num_samples: number of samples of a step whose texts are shown.
 
     Raises:
         ValueError: if there is nothing to show.
@@ -50,24 +50,24 @@ def ledger_page(folder: Path, step: int = 0, num_samples: int = 4) -> Iterator[s
     rows = {row["iteration"]: row for row in read_ledger(folder)}
     if not rows and not step:
         raise ValueError(
-            f"{folder} holds no {SPIKES}: the run has left out no step. --step N shows the "
-            "documents of any step."
+            f"{folder} holds no {SPIKES}: the run has left out no step. Use --step N to show "
+            "the documents of any step."
         )
-    why, data = "", None
+    reason, data = "", None
     try:
         data = RunData(folder)
     except (OSError, ValueError) as error:
-        why = str(error)
+        reason = str(error)
     for number in [step] if step else sorted(rows):
-        told = "not in the ledger"
+        text = "not in the ledger"
         if number in rows:
             try:
-                told = describe_spike(rows[number])
+                text = describe_spike(rows[number])
             except (KeyError, TypeError, ValueError) as error:
-                told = f"its line in {folder / SPIKES} is damaged ({error!r})"
-        yield f"step {number} (--iterations-to-skip {number - 1}): {told}"
+                text = f"its line in {folder / SPIKES} is damaged ({error!r})"
+        yield f"step {number} (--iterations-to-skip {number - 1}): {text}"
         if data is None:
-            yield f"  the documents are not known: {why}"
+            yield f"  the documents are not known: {reason}"
             continue
         size = batch_size_at(data.plan.stretches, number)
         for sample in range(min(num_samples, size)):

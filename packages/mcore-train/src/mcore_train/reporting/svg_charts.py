@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: lines over steps, and steps as stacked bars."""
+"""Draws SVG charts for an HTML page: lines over steps, and stacked bars by step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from html import escape
 WIDTH, HEIGHT = 480, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a")
-"""Of lines, in order."""
+"""Colors of lines, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line]) -> str:
-    """Draw lines over steps; empty without any point."""
+    """Draw lines over steps; return "" without points."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
-    room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
-    low, high = low - room, high + room
+    margin = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
+    low, high = low - margin, high + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - first) / ((last - first) or 1)
@@ -42,15 +42,15 @@ def line_chart(lines: Sequence[Line]) -> str:
 
     parts = [_frame(), *_y_axis(low, high, place), *_x_axis(first, last, place)]
     for line in lines:
-        where = [place(x, y) for x, y in _thinned(line.points)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
+        coordinates = [place(x, y) for x, y in _thin(line.points)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in coordinates)
         dash = ' stroke-dasharray="5 4"' if line.is_dashed else ""
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{line.color}" stroke-width="1.6"'
             f"{dash}><title>{escape(line.name)}</title></polyline>"
         )
-        if len(where) == 1:
-            x, y = where[0]
+        if len(coordinates) == 1:
+            x, y = coordinates[0]
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.color}"/>')
     return "".join([*parts, "</svg>"])
 
@@ -58,11 +58,11 @@ def line_chart(lines: Sequence[Line]) -> str:
 def stacked_bars(
     rows: Sequence[tuple[int, Mapping[str, float]]], colors: Mapping[str, str]
 ) -> str:
-    """Draw a bar for each step, cut into parts from below in the order of ``colors``.
+    """Draw a stacked bar for each step, from below in the order of ``colors``.
 
     Args:
-        rows: step, and its parts by name; bars are as high as their sums.
-        colors: of the parts.
+        rows: step and its parts by name; the height of a bar is the sum of its parts.
+        colors: color of each part.
     """
     if not rows:
         return ""
@@ -132,16 +132,15 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(n * step, 12) for n in range(first, math.floor(high / step) + 1)]
 
 
-def _thinned(
-    points: Sequence[tuple[float, float]], most: int = 600
-) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest point of each stretch, where there are many."""
-    if len(points) <= most:
+def _thin(points: Sequence[tuple[float, float]], limit: int = 600) -> list[tuple[float, float]]:
+    """Reduce many points to the lowest and the highest point of each interval."""
+    if len(points) <= limit:
         return list(points)
-    length = -(-2 * len(points) // most)
-    kept = []
+    length = -(-2 * len(points) // limit)
+    extremes = []
     for begin in range(0, len(points), length):
-        stretch = points[begin : begin + length]
-        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
+        interval = points[begin : begin + length]
+        extremes += sorted(
+            {min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])}
+        )
+    return extremes

@@ -1,15 +1,16 @@
-"""The waterfall of a step: its time divided into parts that add up to the step.
+"""Computes the waterfall of a step: its time divided into parts that add up to the step.
 
 Every ``--waterfall-interval`` steps the context's ``StepClock`` records a step, which is read
-at the next report, when the device has passed it. The borders of spans cut the step into
-pieces, and a piece belongs to the span that began last: a wait for other ranks is exposed
+at the next report, after the device has executed it. The borders of spans divide the step into
+segments, and a segment belongs to the span that began last: a wait for other ranks is exposed
 communication of its axis, reading batches is data, the update is optimizer, forward and
-backward are compute, and time outside all spans is host. On a GPU a piece of compute or
-optimizer is host as well if the device had no launched work left at its end: launches paced it.
+backward are compute, and time outside of all spans is host. On a GPU a segment of compute or
+optimizer counts as host if the device had no launched work left at its end: then launches
+limited its speed.
 
-Waits for pipeline neighbours are bubble as far as the schedule explains them. The simulator
-runs the schedule with the times of this step's forwards and backwards, and with messages that
-take no time; its idle time is the bubble.
+Waits for pipeline neighbours that the schedule explains are bubble. The simulator runs the
+schedule with the times of this step's forwards and backwards, and with messages that take no
+time; its idle time is the bubble.
 """
 
 import math
@@ -30,42 +31,42 @@ from mcore_parallel.step_clock import Recording
 from mcore_train.assembly import Run
 
 FIRST = 3
-"""The step of an attempt that is recorded first: the ones before load kernels and connect."""
+"""First recorded step of an attempt: earlier steps load kernels and connect ranks."""
 AXES = ("tp", "cp", "pp", "ep", "dp", "world")
 PARTS = ("compute", "optimizer", "data", "host", "bubble", "checkpoint")
-"""Beside exposed communication, by axis."""
+"""Parts other than exposed communication, which has a part for each axis."""
 IDLE = ("data", "host", "bubble", "checkpoint")
 """Parts in which a device neither computes nor communicates."""
 SLOW = 1.2
-"""Least ratio of a rank's work to the median of its peers at which the rank is slow."""
+"""Smallest ratio of a slow rank's work to the median of its peers."""
 DELAY = 0.1
-"""Least share of the step by which the work of a slow rank exceeds that median."""
+"""Smallest excess of a slow rank's work over this median, as a share of the step."""
 MEMORY = 0.9
 """Factor of the running sums of noise and signal before a new measurement is added."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
-    """The parts of one step: means over the ranks, in seconds."""
+    """Parts of one step: means over the ranks, in seconds."""
 
     iteration: int
     parts: Mapping[str, float]
-    """By name: ``PARTS`` and ``exposed_`` with an axis; they add up to ``step_s``."""
+    """Parts by name, ``PARTS`` and ``exposed_`` with an axis; they add up to ``step_s``."""
     step_s: float
-    """Of the recorded step, with its share of the saves since the one recorded before."""
+    """Time of the step, with its share of the saves since the previous recorded step."""
     slow_rank: int
-    """Global rank whose work takes longest compared with ranks that do the same; -1: it takes
-    less than ``SLOW`` times as long, or the difference less than ``DELAY`` of a step."""
+    """Global rank with the largest ratio of work to the median of its peers; -1 if the ratio is
+    below ``SLOW``, or the difference below ``DELAY`` of a step."""
     slow_ratio: float
-    """How many times the median of its peers it takes; 0 for a rank without peers."""
+    """Largest ratio of a rank's work to the median of its peers; 0 without peers."""
     work_scores: Sequence[float] = ()
-    """Of each rank: median work of its peers over its own work; 1 for a rank without peers, or
-    whose work takes less than ``DELAY`` of a step longer."""
+    """For each rank the median work of its peers over its work; 1 for a rank without peers, or
+    if the difference is below ``DELAY`` of a step."""
     gradient_noise: float = float("nan")
-    """Noise scale over the batch size; nan where it is not measured, infinite where no signal
-    was found in the noise."""
+    """Noise scale over the batch size; nan if it is not measured, infinite if the noise hides
+    the signal."""
     num_noises: int = 0
-    """Steps that it is averaged over."""
+    """Number of steps in the average of the noise scale."""
     ranks: Sequence[Mapping[str, float]] = ()
     """Parts of each rank, in the order of global ranks."""
 
@@ -76,10 +77,10 @@ class Waterfall:
 
     @property
     def utilisation(self) -> float:
-        """Share of the step in which devices compute or communicate with work ahead of them.
+        """Share of the step in which devices compute or communicate with launched work ahead.
 
-        What the host paces counts as idle, although short kernels run in it: how long they
-        take, the borders of spans do not tell.
+        Segments that launches limit count as idle, although short kernels run in them; the
+        spans do not contain the time of these kernels.
         """
         return 1 - sum(self.parts[name] for name in IDLE) / self.step_s
 
@@ -96,7 +97,7 @@ class Waterfall:
         }
 
     def line(self) -> str:
-        """Write the parts as shares of the step, the largest first."""
+        """Format the parts as shares of the step, the largest first."""
         ranked = sorted(self.parts.items(), key=lambda part: -part[1])
         shares = [
             f"{name.replace('_', ' ')}: {100 * seconds / self.step_s:.1f}%"
@@ -113,7 +114,7 @@ class StepWatch:
     """Records a step of a run at an interval, and builds its waterfall at the next report."""
 
     def __init__(self, run: Run) -> None:
-        """Record nothing yet; no communication."""
+        """Store the run and the interval; no communication."""
         self._run, self._clock = run, run.ctx.clock
         self._interval = run.plan.config.logging.waterfall_interval
         self._first = run.progress.iteration + FIRST
@@ -130,9 +131,9 @@ class StepWatch:
         return is_after_first and num_after_first % self._interval == 0
 
     def before(self, step: int) -> None:
-        """Begin to record a step that is due; waits for the device one step before it."""
+        """Start recording if the step is due; waits for the device one step earlier."""
         is_due = self.is_due(step)
-        # The step before may have been left out (--iterations-to-skip).
+        # Calibrate also here: the previous step may have been left out (--iterations-to-skip).
         if self.is_due(step + 1) or (is_due and self._calibrated != step - 1):
             self._clock.calibrate()
             self._calibrated = step
@@ -140,14 +141,14 @@ class StepWatch:
             self._clock.start()
 
     def after(self, step: int) -> None:
-        """End the record of a step that is due; waits for nothing."""
+        """Stop recording if the step is due, without waiting for the device."""
         if self.is_due(step):
             squares = self._run.noise.take() if self._run.noise is not None else None
             self._recorded = step, self._clock.stop(), squares
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count the time of a save, to be shared by the steps between two records."""
+        """Add the time of a save, which is divided over the steps between two records."""
         begin_s = time.perf_counter()
         try:
             yield
@@ -160,9 +161,9 @@ class StepWatch:
         return self._recorded is not None
 
     def report(self) -> Waterfall:
-        """Return the waterfall of the step that was recorded last.
+        """Return the waterfall of the last recorded step; gathers numbers over the world.
 
-        Call it when the device has passed the step; gathers a few numbers over the world.
+        Call this after the device has executed the step.
         """
         assert self._recorded is not None
         step, recording, squares = self._recorded
@@ -183,13 +184,13 @@ class StepWatch:
         return replace(waterfall, gradient_noise=noise, num_noises=self._num_noises)
 
     def _noise_of(self, squares: Sequence[Sequence[float]]) -> float:
-        """Average noise and signal over the records so far; their ratio, nan without any.
+        """Add a measurement to the averages of noise and signal; return their ratio, or nan.
 
         A step whose gradients overflowed is left out.
         """
         if not squares[0]:
             return float("nan")
-        part, whole = (sum(rank[place] for rank in squares) for place in (0, 1))
+        part, whole = (sum(rank[index] for rank in squares) for index in (0, 1))
         if not math.isfinite(part + whole):
             return float("nan")
         noise, signal = noise_and_signal(part, whole, int(squares[0][2]))
@@ -200,10 +201,11 @@ class StepWatch:
 
 
 def rank_parts(recording: Recording) -> tuple[dict[str, float], dict[str, float]]:
-    """Sort the pieces of a step into parts; returns them, and the mean time of each action.
+    """Return the parts of a recorded step, and the mean time of each pipeline action.
 
-    Waits for pipeline neighbours are all in ``exposed_pp`` still. An action is named by its
-    kind and chunk, such as ``F/0``; its time has no waits for pipeline neighbours.
+    All waits for pipeline neighbours are in ``exposed_pp``; ``_split_bubbles`` divides them.
+    The name of an action is its kind and chunk, such as ``F/0``; its time does not include
+    waits for pipeline neighbours.
     """
     parts = dict.fromkeys((*PARTS, *(f"exposed_{axis}" for axis in AXES)), 0.0)
     times: dict[str, float] = defaultdict(float)
@@ -222,12 +224,12 @@ def rank_parts(recording: Recording) -> tuple[dict[str, float], dict[str, float]
 def build_waterfall(
     iteration: int, ranks: Sequence[Mapping[str, float]], stages: Sequence[int]
 ) -> Waterfall:
-    """Average parts over ranks, and find the slowest of them.
+    """Average the parts over ranks, and find the slowest rank.
 
     Args:
-        iteration: step that was recorded.
+        iteration: recorded step.
         ranks: parts of each rank.
-        stages: pipeline rank of each: ranks of one stage have the same work.
+        stages: pipeline rank of each rank; ranks of one stage have equal work.
     """
     mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0]}
     slow_rank, slow_ratio, step_s = -1, 0.0, sum(mean.values())
@@ -257,7 +259,7 @@ def build_waterfall(
 
 
 def _part(names: tuple[str, ...], *, is_paced: bool) -> str:
-    """Return the part that a piece with these open spans counts as."""
+    """Return the part of a segment by its open spans."""
     inner = names[-1] if names else ""
     if "/" in inner or inner in ("compute", "optimizer"):
         if is_paced:
@@ -269,7 +271,7 @@ def _part(names: tuple[str, ...], *, is_paced: bool) -> str:
 
 
 def axis_of(group: str) -> str:
-    """Return the axis of the layout that a group of ranks belongs to, such as dp for cp_dp."""
+    """Return the axis of a process group by its name, such as dp for cp_dp."""
     if group in ("dp", "cp_dp", "expert_dp") or "optimizer" in group:
         return "dp"
     if group in ("pp", "pp_back", "embedding_ends"):
@@ -284,15 +286,15 @@ def axis_of(group: str) -> str:
 
 
 def _split_bubbles(run: Run, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Move waits that the schedule explains to the bubble, on each rank.
+    """Move the waits that the schedule explains from communication to the bubble of each rank.
 
-    A stage that ends first waits in the next sum over all ranks, so that such a wait counts as
-    well as one for a neighbour. Each rank is timed with the other stages' own actions.
+    A stage that ends early waits in the next all-reduce over all ranks, so these waits can be
+    bubble as well as waits for a neighbour. The simulation uses the mean times of each stage.
     """
-    found = [dict(rank["parts"]) for rank in ranks]
+    all_parts = [dict(rank["parts"]) for rank in ranks]
     pp = run.ctx.pp
     if pp.size == 1:
-        return found
+        return all_parts
     by_stage: dict[int, list[Mapping[str, float]]] = defaultdict(list)
     for rank in ranks:
         by_stage[rank["stage"]].append(rank["actions"])
@@ -310,7 +312,7 @@ def _split_bubbles(run: Run, ranks: Sequence[Mapping[str, Any]]) -> list[dict[st
         v_shaped=options.v_shaped,
         durations=duration,
     )
-    for rank, parts in zip(ranks, found, strict=True):
+    for rank, parts in zip(ranks, all_parts, strict=True):
         spans = {(span.start, span.end) for span in simulation.spans[rank["stage"]]}
         idle = simulation.makespan - sum(end - start for start, end in spans)
         for part in ("exposed_pp", "exposed_world"):
@@ -318,7 +320,7 @@ def _split_bubbles(run: Run, ranks: Sequence[Mapping[str, Any]]) -> list[dict[st
             parts[part] -= moved
             parts["bubble"] += moved
             idle -= moved
-    return found
+    return all_parts
 
 
 def _numbers(squares: NoiseSquares | None) -> list[float]:

@@ -1,8 +1,8 @@
 """``--inprocess-restart``: nvidia-resiliency-ext's wrapper around a whole run.
 
-After a fault of any rank the wrapper destroys all process groups, which ends the collectives
-that other ranks wait in, raises in their main threads, and calls the run again on all of them.
-The run is a function of its options: it loads the newest step and goes on.
+After a fault of any rank the wrapper destroys all process groups, which ends the collectives of
+the other ranks, raises an exception in their main threads, and calls the run again on all
+ranks. The run is a function of its options: it loads the newest step and continues.
 """
 
 import logging
@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 300.0
 LASTING = (ValueError, FileNotFoundError, NonFiniteError, BrokenDeviceError)
-"""Errors that a restart in the same processes would meet again, unless torch raised them."""
+"""Errors that a restart in the same processes would repeat, unless torch raised them."""
 
 Attempt = Callable[[int, dist.Store, Any], int]
-"""Trains once: takes the number of restarts before, the store at which ranks meet, and the
-package's wrapper, which receives marks of progress."""
+"""Trains once. Arguments: number of earlier restarts, store for the rendezvous of the ranks,
+and the package's wrapper, which receives progress marks."""
 
 
 def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
-    """Call ``train`` on all ranks until they return, again after each fault that may pass.
+    """Call ``train`` on all ranks, again after each temporary fault, until it returns.
 
     Args:
-        train: leaves all process groups when it returns.
-        config: times and numbers of ranks.
+        train: trains once; it destroys all process groups before it returns.
+        config: timeouts and numbers of ranks.
 
     Returns:
-        What ``train`` returned; 0 on spare ranks.
+        Result of ``train``; 0 on spare ranks.
 
     Raises:
         ValueError: if nvidia-resiliency-ext is missing, or a launcher did not start the ranks.
@@ -48,26 +48,28 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
     inprocess = import_nvrx("inprocess", "--inprocess-restart")
     world = launcher.read_environment()
     if not world.is_launched:
-        raise ValueError("--inprocess-restart restarts ranks of a launcher: use torchrun.")
+        raise ValueError(
+            "--inprocess-restart needs ranks that a launcher started: use torchrun."
+        )
     active = config.inprocess_active_world_size or world.world_size
     if active > world.world_size:
         raise ValueError(
-            f"--inprocess-active-world-size {active} is more than the {world.world_size} ranks "
-            "that were started."
+            f"--inprocess-active-world-size {active} is more than the {world.world_size} "
+            "started ranks: lower it, or start more ranks."
         )
     abort_error = import_nvrx("inprocess.exception", "").RestartAbort
     failure: list[Exception] = []
-    meeting = meeting_store(world)
+    store = rendezvous_store(world)
 
     def call(wrapper: Any) -> int:
         name = f"start-{launcher.restart_count()}-{wrapper.iteration}"
         try:
-            return train(wrapper.iteration, dist.PrefixStore(name, meeting), wrapper)
-        except BaseException as error:  # the package raises its own between two lines
-            is_lasting = isinstance(error, LASTING) and not _is_of_torch(error)
-            # The frames hold the groups. A gloo group closes its connections only when it is
-            # freed, and other ranks wait on these connections. They hold the tensors too, and
-            # the package keeps the error while the next attempt allocates its own.
+            return train(wrapper.iteration, dist.PrefixStore(name, store), wrapper)
+        except BaseException as error:  # the package raises asynchronous exceptions
+            is_lasting = isinstance(error, LASTING) and not _is_raised_by_torch(error)
+            # The frames of the error refer to groups and tensors. A gloo group closes its
+            # connections, on which other ranks wait, only when it is freed. The tensors must be
+            # freed before the next attempt allocates, and the package stores the error.
             clear_frames(error)
             if is_lasting:
                 failure.append(error)
@@ -80,26 +82,26 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
     call.__annotations__["wrapper"] = inprocess.CallWrapper
     wrapped = _wrapper(inprocess, config, active, world)(call)
     try:
-        return wrapped(None) or 0  # the package puts its wrapper in the argument's place
+        return wrapped(None) or 0  # the package replaces the argument by its wrapper
     except abort_error:
         if failure:
             raise failure[0] from None
         raise RuntimeError(
-            "ranks ended for good on another rank, or too few of them are left to go on in "
-            f"process ({active} must train): the launcher has to start them again."
+            "another rank ended with an error that a restart does not fix, or fewer than the "
+            f"{active} ranks that must train are left: the launcher must start the ranks again."
         ) from None
 
 
 def clear_frames(error: BaseException) -> None:
-    """Free the locals of all frames of an error, and of the errors that it was raised in."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__context__
+    """Free the locals of all frames of an error and of its contexts."""
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__context__
 
 
-def _is_of_torch(error: BaseException) -> bool:
-    """Whether torch raised an error, as it does where another rank tore the groups down."""
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Whether torch raised an error, such as after another rank destroyed the groups."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and "/torch/" in frames[-1].f_code.co_filename
 
@@ -108,7 +110,7 @@ def import_nvrx(name: str, flag: str) -> Any:
     """Import a module of nvidia-resiliency-ext.
 
     Raises:
-        ValueError: if it is not installed, or cannot be loaded here.
+        ValueError: if the package is not installed, or cannot be loaded on this system.
     """
     try:
         return import_module(f"nvidia_resiliency_ext.{name}")
@@ -119,17 +121,17 @@ def import_nvrx(name: str, flag: str) -> Any:
         ) from None
 
 
-def meeting_store(world: launcher.RankEnvironment) -> dist.Store:
-    """Return the store at which ranks meet, which outlives their process groups.
+def rendezvous_store(world: launcher.RankEnvironment) -> dist.Store:
+    """Return the store for the rendezvous of the ranks, which outlives their process groups.
 
-    Under torchrun that of its agent; else rank 0 holds one, on the port after MASTER_PORT.
+    Under torchrun this is the store of its agent; else rank 0 serves one on MASTER_PORT + 1.
     """
     host, port = launcher.master_address()
-    is_agents = launcher.has_agent_store()
+    has_agent_store = launcher.has_agent_store()
     return dist.TCPStore(
         host,
-        port if is_agents else port + 1,
-        is_master=world.rank == 0 and not is_agents,
+        port if has_agent_store else port + 1,
+        is_master=world.rank == 0 and not has_agent_store,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         wait_for_workers=False,
     )
@@ -138,7 +140,7 @@ def meeting_store(world: launcher.RankEnvironment) -> dist.Store:
 def _wrapper(
     inprocess: Any, config: InProcessConfig, active: int, world: launcher.RankEnvironment
 ) -> Any:
-    """Build the package's wrapper by the options."""
+    """Build the package's wrapper from the options."""
     layers = [
         inprocess.rank_assignment.Layer(
             min_ranks=active,
@@ -194,7 +196,7 @@ def _wrapper(
         **seconds,
     )
     if not on_gpu:
-        wrapper.restart_health_check = None  # the package asks NVML, also on hosts without it
+        wrapper.restart_health_check = None  # the default uses NVML, also on hosts without GPUs
     return wrapper
 
 

@@ -1,10 +1,10 @@
-"""Sections of a run, of which the monitors of ``ft_launcher`` watch the times.
+"""Reports the sections of a run to the monitors of ``ft_launcher``, which check their times.
 
-``ft_launcher`` starts a monitor process for each rank. The rank reports to the monitor when
-setup, a step or a save begins and ends; a section that takes longer than its timeout ends the
-rank, and the launcher starts the ranks again. Timeouts are the launcher's
-(``--ft-rank-section-timeouts``), or learned from the times of sections and kept in
-``ft_state.json`` of the run folder.
+``ft_launcher`` starts a monitor process for each rank. The rank reports when setup, a step or
+a save begins and ends. If a section exceeds its timeout, the monitor ends the rank, and the
+launcher starts the ranks again. Timeouts come from the launcher
+(``--ft-rank-section-timeouts``), or are computed from measured times and stored
+in ``ft_state.json`` of the run folder.
 """
 
 import json
@@ -24,13 +24,13 @@ from mcore_train.resiliency.in_process import import_nvrx
 log = logging.getLogger(__name__)
 
 STATE = "ft_state.json"
-"""In the run folder: timeouts that were learned."""
+"""File in the run folder with computed timeouts."""
 LEARNED_STEPS = 16
-"""Steps whose times are enough for a timeout."""
+"""Smallest number of measured steps for the computation of timeouts."""
 
 
 class Sections:
-    """Sections of a run without a monitor: every method does nothing; a context manager."""
+    """Context manager of a run without a monitor: no method has an effect."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,65 +43,65 @@ class Sections:
     ) -> None: ...
 
     def beat(self) -> None:
-        """Note progress within a validation."""
+        """Report progress within a validation."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around one training step."""
+        """Context of one training step."""
         yield
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """A context around a validation."""
+        """Context of a validation."""
         yield
 
     @contextmanager
     def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:  # noqa: ARG002
-        """A context around a save, or a look at one in the background."""
+        """Context of a save, or of a poll of a background save."""
         yield
 
 
 class InProcessSections(Sections):
     """Reports progress to the wrapper of ``--inprocess-restart``, which restarts hung steps.
 
-    Without these marks a running interpreter counts as progress. A save may take any time.
+    Without these reports a running interpreter counts as progress. A save may take any time.
     """
 
     def __init__(self, wrapper: Any) -> None:
-        """Report nothing yet.
+        """Store the wrapper.
 
         Args:
-            wrapper: the package's, of the present call.
+            wrapper: the package's wrapper of the current call.
         """
         self._wrapper = wrapper
 
     def beat(self) -> None:
-        """Note progress within a validation."""
+        """Report progress within a validation."""
         self._wrapper.ping()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around one training step."""
+        """Context of one training step."""
         yield
         self._wrapper.ping()
 
     @contextmanager
     def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:
-        """A context around a save, or a look at one in the background."""
+        """Context of a save, or of a poll of a background save."""
         with self._wrapper.disable_hang_protection() if is_save else nullcontext():
             yield
 
 
 class MonitoredSections(Sections):
-    """Reports the sections to this rank's monitor; entered before ranks meet."""
+    """Reports the sections to this rank's monitor; entered before process groups are built."""
 
     def __init__(self, config: FaultToleranceConfig, folder: Path, rank: int) -> None:
-        """Prepare; nothing is sent before ``__enter__``.
+        """Store the options; ``__enter__`` connects to the monitor.
 
         Args:
             config: the options.
-            folder: of the run, for ``ft_state.json``.
-            rank: of this process; rank 0 writes the file.
+            folder: run folder, for ``ft_state.json``.
+            rank: rank of this process; rank 0 writes the file.
         """
         self._config, self._file, self._rank = config, folder / STATE, rank
         self._is_setup = True
@@ -148,7 +148,7 @@ class MonitoredSections(Sections):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around one training step."""
+        """Context of one training step."""
         self._num_steps += 1
         if self._num_steps <= self._config.ft_num_warmup_iters:
             yield
@@ -161,7 +161,7 @@ class MonitoredSections(Sections):
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """A context around a validation; the first ones are part of the setup."""
+        """Context of a validation; the first validations are part of the setup."""
         self._num_validations += 1
         if self._num_validations <= self._config.ft_num_warmup_iters:
             yield
@@ -171,7 +171,7 @@ class MonitoredSections(Sections):
 
     @contextmanager
     def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:
-        """A context around a save, or a look at one in the background."""
+        """Context of a save, or of a poll of a background save."""
         if self._is_setup:
             yield
             return
@@ -179,7 +179,7 @@ class MonitoredSections(Sections):
             yield
         self._num_saves += is_save
         if is_save and self._config.calc_ft_timeouts:
-            self._learn()
+            self._compute_timeouts()
 
     def _end_setup(self) -> None:
         if self._is_setup:
@@ -195,12 +195,12 @@ class MonitoredSections(Sections):
             self._client.end_section(name)
 
     def _beat(self) -> None:
-        """Send a heartbeat, where the launcher watches heartbeats instead of sections."""
+        """Send a heartbeat if the launcher uses heartbeats instead of sections."""
         if self._client.cfg.rank_heartbeat_timeout is not None:
             self._client.send_heartbeat()
 
-    def _learn(self) -> None:
-        """Compute timeouts from the times so far, over all ranks, and keep them."""
+    def _compute_timeouts(self) -> None:
+        """Compute timeouts from the measured times of all ranks, and store them."""
         if self._num_steps < LEARNED_STEPS:
             return
         names = ["step", "checkpointing"]
@@ -215,7 +215,7 @@ class MonitoredSections(Sections):
 def open_sections(
     config: FaultToleranceConfig, save: str, world: launcher.RankEnvironment
 ) -> Sections:
-    """Return the sections of a run, with this rank's monitor if ``--enable-ft-package``.
+    """Return the sections of a run; with ``--enable-ft-package`` they report to the monitor.
 
     Raises:
         ValueError: if nvidia-resiliency-ext is missing, or the run folder is an object store.
@@ -223,5 +223,8 @@ def open_sections(
     if not config.enable_ft_package:
         return Sections()
     if is_store(as_path(save)):
-        raise ValueError(f"--enable-ft-package keeps {STATE} in a folder: {save} is a store.")
+        raise ValueError(
+            f"--enable-ft-package writes {STATE} to the run folder, and --save {save} is an "
+            "object store: give a local folder."
+        )
     return MonitoredSections(config, Path(save), world.rank)

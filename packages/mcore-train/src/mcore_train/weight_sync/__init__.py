@@ -1,1 +1,1 @@
-"""Weights of a run, sent to engines that generate: mcore-infer, vLLM, SGLang, folders."""
+"""Sends the weights of a run to inference engines: mcore-infer, vLLM, SGLang, folders."""

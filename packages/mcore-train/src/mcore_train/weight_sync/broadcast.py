@@ -1,7 +1,7 @@
-"""Broadcast of tensors from a trainer to the workers of a server, over a group of their own.
+"""Broadcasts tensors from a trainer to the workers of a server, over a separate group.
 
-A server joins the group that its protocol prescribes: SGLang one of torch, vLLM a communicator
-of NCCL whose id the trainer puts into a TCP store. The trainer is rank 0 of both.
+The protocol of the server determines the group: SGLang uses a group of torch, vLLM a
+communicator of NCCL whose id the trainer writes to a TCP store. The trainer is rank 0 of both.
 """
 
 import ctypes
@@ -14,32 +14,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_S = 300.0
-"""Most seconds until all workers have joined, and of one broadcast."""
+"""Time limit for all workers to join, and for one broadcast."""
 GROUP_NAME = "weight_update_group"
 """Name of the group in SGLang's requests, and the prefix of its keys in the store."""
 
 
 class Handle(Protocol):
-    """A broadcast that was started."""
+    """A broadcast in progress."""
 
     def is_completed(self) -> bool:
         """Whether the tensor has been sent."""
 
     def wait(self) -> Any:
-        """Return once the tensor may be changed; raises if a worker is lost."""
+        """Wait until the tensor may be changed; raise if a worker is lost."""
 
 
 class Broadcast(Protocol):
     """A group in which the trainer is rank 0."""
 
     def send(self, tensor: Tensor) -> Handle:
-        """Start to send a contiguous tensor to all workers."""
+        """Start the broadcast of a contiguous tensor to all workers."""
 
     def close(self) -> None:
         """Leave the group."""
 
     def abort(self) -> None:
-        """Leave the group without waiting for broadcasts that workers do not receive."""
+        """Leave the group without waiting for pending broadcasts."""
 
 
 JoinGroup = Callable[[str, int, int, torch.device], Broadcast]
@@ -47,20 +47,20 @@ JoinGroup = Callable[[str, int, int, torch.device], Broadcast]
 
 
 class TorchGroup:
-    """A group of torch apart from the trainer's own, in which SGLang's workers take part.
+    """Process group of torch with SGLang's workers, separate from the trainer's groups.
 
-    The keys of its store are those of a group that torch builds by name: the store's prefix is
-    the name, then the name again, then the device type.
+    The keys of the store are those of a group that torch builds by name: the prefix is the
+    name, then the name again, then the device type.
     """
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
-        """Listen at an address; return once all ranks have joined.
+        """Listen at an address, and wait until all ranks have joined.
 
         Args:
-            address: of this host, reachable by the workers.
-            port: free on this host.
-            world_size: the trainer and all workers.
-            device: of the tensors; NCCL on a GPU, gloo on a CPU.
+            address: address of this host, reachable by the workers.
+            port: free port of this host.
+            world_size: number of ranks: the trainer and all workers.
+            device: device of the tensors; NCCL on a GPU, gloo on a CPU.
         """
         timeout = timedelta(seconds=TIMEOUT_S)
         store: dist.Store = dist.TCPStore(address, port, world_size, True, timeout)
@@ -96,18 +96,18 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclGroup:
-    """A communicator of NCCL that vLLM's workers join by an id from a TCP store.
+    """NCCL communicator that vLLM's workers join by an id from a TCP store.
 
-    The key of the id and the first sum over one number are vLLM 0.25's.
+    The key of the id and the first all-reduce of one number are those of vLLM 0.25.
     """
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
-        """Listen at an address; return once all ranks have joined.
+        """Listen at an address, and wait until all ranks have joined.
 
         Args:
-            address: of this host, reachable by the workers.
-            port: free on this host.
-            world_size: the trainer and all workers.
+            address: address of this host, reachable by the workers.
+            port: free port of this host.
+            world_size: number of ranks: the trainer and all workers.
             device: GPU of the tensors.
 
         Raises:
@@ -116,7 +116,7 @@ class NcclGroup:
         """
         if device.type != "cuda":
             raise ValueError(
-                "vLLM's backend nccl needs weights on a GPU: train on one, or write a folder."
+                "vLLM's backend nccl needs weights on a GPU: train on a GPU, or write a folder."
             )
         self._nccl, self._device = ctypes.CDLL("libnccl.so.2"), device
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -125,7 +125,7 @@ class NcclGroup:
         )
         unique_id = _UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(unique_id))
-        store: Any = self._store  # takes bytes, though its signature has text
+        store: Any = self._store  # accepts bytes, although its annotation is str
         store.set("broadcast_from/0/0", pickled_unique_id(bytes(unique_id.internal)))
         self._comm = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -184,10 +184,10 @@ class _StreamEvent:
 
 
 def pickled_unique_id(content: bytes) -> bytes:
-    """Return the bytes that vLLM's workers expect in the store for an id of NCCL.
+    """Return the pickle of a NCCL id that vLLM's workers read from the store.
 
-    They read a pickle of vLLM's own class. It is spelled out, so that neither vLLM nor a module
-    that runs pickles is imported here. The opcodes are those of Python's ``pickletools``.
+    The pickle of vLLM's class is composed from opcodes (Python's ``pickletools``), so that
+    neither vLLM nor pickle must be imported.
     """
     if len(content) != _ID_BYTES:
         raise ValueError(f"an id of NCCL has {_ID_BYTES} bytes, not {len(content)}")

@@ -1,8 +1,8 @@
 """Sends weights from any training layout to engines of mcore-infer on ranks of the same world.
 
-The moves are planned once. A push writes to a second copy of the engine's weights, compares
-digests of all bytes, and only then copies them over the weights that serve: an engine never
-computes with weights of two versions. If a push fails on the way, the old version stays.
+The transfers are planned once. A push writes to a second copy of the engine's weights, compares
+digests of all bytes, and only then overwrites the engine's weights, so an engine never computes
+with weights of two versions. If the transfer fails, the engine keeps its old version.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,16 @@ from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard, named_shards
 
 ReadWeights = Callable[[], Mapping[str, Shard]]
-"""Returns a run's weights by logical name, ``model.`` included: ``model_shards`` of a run.
-Called once a push, because an optimizer may still gather weights of the last step."""
+"""Returns a run's weights by logical name with the prefix ``model.``, as the run's
+``model_shards`` does. Called at each push because an optimizer may still gather weights of the
+last step."""
 
 
 class EngineSync:
     """Pushes versions of a run's weights to the engines of a world.
 
     Attributes:
-        version: of the last complete push; 0: none.
+        version: version of the last complete push; 0 before the first push.
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class EngineSync:
         engine: Engine | None = None,
         round_bytes: int = ROUND_BYTES,
     ) -> None:
-        """Plan the moves; all ranks of ``world`` call it together.
+        """Plan the transfers; collective over ``world``.
 
         Args:
             world: ranks of training and of engines; a rank may be both.
-            weights: of this rank's part of the run; None: the rank does not train.
-            engine: of this rank; None: the rank does not serve. A push needs memory for a
-                second copy of its weights.
-            round_bytes: bound of the bytes that a rank sends at a time.
+            weights: weights of this rank; None if the rank does not train.
+            engine: engine of this rank; None if the rank does not serve. A push needs memory
+                for a second copy of its weights.
+            round_bytes: largest number of bytes that a rank sends at once.
 
         Raises:
             ValueError: on all ranks, if names or shapes of the two models differ, or the
@@ -59,13 +60,13 @@ class EngineSync:
         self._transfer = WeightTransfer.plan(self._read(), self._target, world=world)
 
     def push(self, version: int | None = None) -> int:
-        """Replace the weights of all engines by those of the run; return their version.
+        """Replace the weights of all engines by those of the run; return the version.
 
-        All ranks call it together, between steps of training and of the engines. The engine
-        continues its requests, see ``Engine.weights_changed``.
+        Collective; call it between steps of training and of the engines. The engine continues
+        its requests as ``Engine.weights_changed`` describes.
 
         Args:
-            version: number of these weights, above that of the last push; None: one more.
+            version: version of these weights, above the last; None: the last version plus 1.
 
         Raises:
             ValueError: on all ranks, if the version is not above the last or differs between
@@ -81,7 +82,7 @@ class EngineSync:
         damaged = gather_json(digests.damaged(self.world), self.world)
         faults = [(rank, senders) for rank, senders in enumerate(damaged) if senders]
         if faults:
-            texts = "; ".join(f"on rank {rank} from ranks {found}" for rank, found in faults)
+            texts = "; ".join(f"on rank {rank} from ranks {ranks}" for rank, ranks in faults)
             raise RuntimeError(
                 f"version {number} of the weights arrived damaged ({texts}): every engine "
                 f"keeps version {self.version}. Push again."
@@ -102,12 +103,12 @@ class EngineSync:
         numbers = gather_json(number, self.world)
         if len(set(numbers)) > 1 or number <= self.version:
             raise ValueError(
-                f"push of version {numbers} after version {self.version}: give all ranks one "
-                "number above the last."
+                f"push of versions {numbers} after version {self.version}: give all ranks the "
+                "same number, above the last version."
             )
 
 
 def _like(shard: Shard) -> Shard:
-    """Return a shard of the same boxes in new memory."""
+    """Return a shard with the same boxes and new, uninitialized memory."""
     pieces = [replace(p, data=torch.empty_like(p.data.detach())) for p in shard.pieces]
     return replace(shard, pieces=tuple(pieces))

@@ -1,7 +1,7 @@
 """Assembles Hugging Face tensors of a run on one rank, in buckets, from any training layout.
 
-Names, shapes and bytes are those of ``mcore-ckpt convert``: the same tables of families map
-them. The moves between ranks are planned once; a bucket is one or a few all-to-alls.
+Names, shapes and bytes are equal to those of ``mcore-ckpt convert``, which uses the same tables
+of families. The transfers between ranks are planned once; a bucket is one or a few all-to-alls.
 """
 
 import zlib
@@ -34,11 +34,11 @@ from mcore_parallel.sharding import Piece, Shard
 from mcore_train.weight_sync.engine_sync import ReadWeights
 
 BUCKET_BYTES = 1 << 30
-"""Bytes of a bucket; a single tensor may be larger."""
+"""Largest number of bytes of a bucket; a single tensor may be larger."""
 
 _PREFIX = "model."
-_MIX = 0x9E3779B97F4A7C15  # an odd number with bits all over
-_ROOT = 0  # the rank that assembles tensors
+_MIX = 0x9E3779B97F4A7C15  # odd multiplier, 2**64 over the golden ratio
+_ROOT = 0  # rank that assembles tensors
 
 NamedTensors = list[tuple[str, Tensor]]
 """Tensors with their Hugging Face names."""
@@ -48,18 +48,18 @@ NamedTensors = list[tuple[str, Tensor]]
 class _Bucket:
     links: Sequence[Link]
     ours: Sequence[str]
-    """Logical tensors of the links, ``model.`` included."""
+    """Logical tensors of the links, with the prefix ``model.``."""
     moves: Sequence[Move[Write]]
 
 
 class HFWeights:
-    """The tensors of a run in Hugging Face form.
+    """Tensors of a run with Hugging Face names and layouts.
 
     Attributes:
-        world: the ranks of training.
-        model_type: the family that names the tensors.
-        device: of the assembled tensors.
-        is_root: whether this rank assembles them.
+        world: ranks of training.
+        model_type: family of the tensors' names.
+        device: device of the assembled tensors.
+        is_root: whether this rank assembles the tensors.
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class HFWeights:
         model_type: str = "",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Plan the moves; all ranks of ``world`` call it together.
+        """Plan the transfers; collective over ``world``.
 
         Args:
-            weights: of this rank.
-            description: of the model, ``model_description`` of a plan.
-            world: the ranks of training; its first rank assembles.
-            model_type: Hugging Face family; empty: the first that can express the model.
-            bucket_bytes: bound of the memory of a bucket.
+            weights: weights of this rank.
+            description: ``model_description`` of a plan.
+            world: ranks of training; the first rank assembles tensors.
+            model_type: Hugging Face family; empty: the first family that can express the model.
+            bucket_bytes: largest memory of a bucket.
 
         Raises:
-            ValueError: if no family can express the model, or it has adapters that are not
-                merged.
+            ValueError: if no family can express the model, or the model has adapters that are
+                not merged.
         """
-        held = weights()
-        if adapters := [name for name in held if is_adapter(name)]:
+        shards = weights()
+        if adapters := [name for name in shards if is_adapter(name)]:
             raise ValueError(
                 f"--peft: the model has adapters ({adapters[0]}), which a server cannot load "
                 "as weights. Merge them with mcore-ckpt convert, or push to an engine of "
@@ -95,15 +95,16 @@ class HFWeights:
         self.model_type = model_type or family_for(dict(description))
         self.is_root = world.rank == _ROOT
         links = expand(find_family(self.model_type).table(dict(description)))
-        tensors = _all_tensors(held, world)
+        tensors = _all_tensors(shards, world)
         match_ours(links, {name.removeprefix(_PREFIX): t for name, t in tensors.items()})
-        # Memory is only described here; ``buckets`` allocates that of one bucket at a time.
+        # Expanded tensors describe shapes without memory; ``buckets`` allocates one bucket at a
+        # time.
         described = {
             name: _whole(torch.empty(1, dtype=DTYPES[entry.dtype]).expand(entry.shape))
             for name, entry in tensors.items()
         }
         self._transfer = WeightTransfer.plan(
-            held, described if self.is_root else {}, world=world
+            shards, described if self.is_root else {}, world=world
         )
         self.device = self._transfer.device
         self._tensors = tensors
@@ -115,12 +116,12 @@ class HFWeights:
         return sum(entry.num_bytes for entry in self._tensors.values())
 
     def buckets(self) -> Iterator[NamedTensors]:
-        """Yield the tensors bucket by bucket; all ranks iterate together.
+        """Yield the tensors in buckets; collective.
 
-        The memory of a bucket may be reused after the next one was requested. On ranks other
-        than the first every bucket is empty.
+        The memory of a bucket may be reused after the next bucket is requested. On ranks other
+        than the first, buckets are empty.
         """
-        held = self._weights()
+        shards = self._weights()
         for bucket in self._buckets:
             ours: dict[str, Tensor] = {}
             if self.is_root:
@@ -129,8 +130,8 @@ class HFWeights:
                     dtype = DTYPES[entry.dtype]
                     ours[name] = torch.empty(entry.shape, dtype=dtype, device=self.device)
             target = {name: _whole(tensor) for name, tensor in ours.items()}
-            self._transfer.run(held, target, moves=bucket.moves)
-            yield _in_their_form(bucket.links, ours) if self.is_root else []
+            self._transfer.run(shards, target, moves=bucket.moves)
+            yield _convert(bucket.links, ours) if self.is_root else []
 
 
 def save_folder(
@@ -144,15 +145,15 @@ def save_folder(
 ) -> Path:
     """Write a version of the weights as a Hugging Face folder; return the folder.
 
-    Communicates over ``world``. The folder appears when it is complete, below ``run_folder``.
+    Collective over ``world``. The complete folder is renamed into ``run_folder``.
 
     Args:
-        run_folder: holds the versions.
+        run_folder: folder of all versions.
         version: number of these weights.
-        weights: of this rank.
-        description: of the model, ``model_description`` of a plan.
-        world: the ranks of training.
-        keep: newest versions that are not deleted.
+        weights: weights of this rank.
+        description: ``model_description`` of a plan.
+        world: ranks of training.
+        keep: number of newest versions to keep; older ones are deleted.
 
     Raises:
         ValueError: if the family does not store rows unchanged: use ``mcore-ckpt convert``.
@@ -170,7 +171,7 @@ def save_folder(
 
 
 def combined_digest(total: int, tensors: NamedTensors) -> int:
-    """Add named tensors, in order, to a digest that starts at 0; the host waits for it."""
+    """Add named tensors, in order, to a digest that starts at 0; waits for the device."""
     for name, tensor in tensors:
         words = f"{name} {tensor.dtype} {list(tensor.shape)}"
         total = (total * _MIX + zlib.crc32(words.encode())) % 2**64
@@ -179,39 +180,39 @@ def combined_digest(total: int, tensors: NamedTensors) -> int:
 
 
 class _OnDevice(HeldRows):
-    """Tensors in memory, by rows, which stay on their device."""
+    """Rows of tensors in memory; they remain on their device."""
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        held = self.tensors[name]
-        return held[begin:stop] if held.dim() else held
+        tensor = self.tensors[name]
+        return tensor[begin:stop] if tensor.dim() else tensor
 
 
-def _in_their_form(links: Sequence[Link], ours: Mapping[str, Tensor]) -> NamedTensors:
-    """Stack, transpose and rename our tensors, as a conversion does."""
+def _convert(links: Sequence[Link], ours: Mapping[str, Tensor]) -> NamedTensors:
+    """Stack, transpose and rename logical tensors to Hugging Face tensors."""
     rows = _OnDevice({name.removeprefix(_PREFIX): tensor for name, tensor in ours.items()})
     items = stacked_items(their_items(links, rows))
-    return [(item.name, _joined(item)) for item in items]
+    return [(item.name, _join(item)) for item in items]
 
 
-def _joined(item: Item) -> Tensor:
-    """Return an item as one contiguous tensor; without a copy if it is one slab."""
+def _join(item: Item) -> Tensor:
+    """Return an item as one contiguous tensor; an item of one slab is not copied."""
     slabs = [slab.reshape(-1) for slab in item.slabs()]
     flat = slabs[0] if len(slabs) == 1 else torch.cat(slabs)
     return flat.view(item.shape)
 
 
-def _all_tensors(held: Mapping[str, Shard], world: Axis) -> dict[str, TensorEntry]:
-    """Return shape and dtype of the tensors of all ranks."""
-    mine = {name: [list(s.shape), DTYPE_NAMES[s.dtype]] for name, s in held.items()}
+def _all_tensors(shards: Mapping[str, Shard], world: Axis) -> dict[str, TensorEntry]:
+    """Gather shape and dtype of the tensors of all ranks."""
+    local = {name: [list(s.shape), DTYPE_NAMES[s.dtype]] for name, s in shards.items()}
     return {
         name: TensorEntry(tuple(shape), dtype, ())
-        for answer in gather_json(mine, world)
-        for name, (shape, dtype) in answer.items()
+        for rank_tensors in gather_json(local, world)
+        for name, (shape, dtype) in rank_tensors.items()
     }
 
 
 def _whole(tensor: Tensor) -> Shard:
-    """Describe a complete tensor."""
+    """Return a shard that holds a complete tensor."""
     shape = tuple(tensor.shape)
     return Shard(shape, tensor.dtype, (Piece((0,) * len(shape), shape, tensor),))
 
@@ -222,7 +223,7 @@ def _split(
     moves: Sequence[Move[Write]],
     bucket_bytes: int,
 ) -> list[_Bucket]:
-    """Cut links, in order, into buckets; those of one stacked tensor stay together."""
+    """Divide links, in order, into buckets; links of a stacked tensor share a bucket."""
     parts: list[list[Link]] = []
     size = 0
     for _, group in groupby(links, key=lambda link: split_index(link.theirs)[0]):

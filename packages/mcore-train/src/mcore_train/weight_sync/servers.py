@@ -1,12 +1,12 @@
-"""Pushes weights to running servers of vLLM and SGLang over their own protocols.
+"""Pushes weights to running servers of vLLM and SGLang over their protocols.
 
-HTTP requests announce names, dtypes and shapes; the tensors follow over a group that the
+HTTP requests announce names, dtypes and shapes; the tensors are broadcast over a group that the
 workers join. Neither program is imported. The requests are those of vLLM 0.25 (four phases,
 backend ``nccl``) and SGLang 0.5 (``update_weights_from_distributed`` and ``..._from_disk``).
 
-A server is paused while it is updated, and stays paused after a push that failed: it then
-holds weights of two versions and must not answer. The next push makes a new group, sends all
-weights again and lets the server continue.
+A server is paused while it is updated. It remains paused after a failed push, since it then has
+weights of two versions and must not answer. The next push builds a new group, sends all weights
+again and resumes the server.
 """
 
 import json
@@ -44,7 +44,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push sent."""
+    """Counts of one push."""
 
     version: int
     num_tensors: int
@@ -52,8 +52,8 @@ class PushReport:
     num_bytes: int
     """Bytes of all tensors."""
     digest: int
-    """``combined_digest`` of the tensors in the order in which they were sent; 0 on ranks other
-    than the first, and if it was not asked for."""
+    """``combined_digest`` of the tensors in the order of sending; 0 on ranks other than the
+    first, and without ``with_digest``."""
     seconds: float
 
 
@@ -61,43 +61,43 @@ class ServerProtocol(Protocol):
     """The requests of a server; each returns when the server has answered."""
 
     def count_workers(self) -> int:
-        """Ask for the number of workers that take part in the group."""
+        """Request the number of workers in the group."""
 
     def announce_group(self, address: str, port: int, world_size: int, backend: str) -> None:
-        """Let the workers join the group; answered when they have."""
+        """Make the workers join the group; returns when they have joined."""
 
     def leave_group(self) -> None:
-        """Let the workers leave a group that was lost."""
+        """Make the workers leave a lost group."""
 
     def begin_update(self) -> None:
         """Pause the server and prepare its model."""
 
     def announce_bucket(self, tensors: NamedTensors, version: int) -> None:
-        """Let the workers receive a bucket; answered when they have loaded it."""
+        """Make the workers receive a bucket; returns when they have loaded it."""
 
     def messages(self, tensors: NamedTensors) -> list[Tensor]:
         """Return the tensors that are broadcast for a bucket, in order."""
 
     def end_update(self) -> None:
-        """Let the server compute with the new weights and continue."""
+        """Activate the new weights and resume the server."""
 
 
 class Server:
     """A server whose weights are replaced by those of a run.
 
     Attributes:
-        version: of the last complete push; 0: none.
+        version: version of the last complete push; 0 before the first push.
     """
 
     def __init__(
         self, weights: HFWeights, protocol: ServerProtocol, build_group: Callable[[], Broadcast]
     ) -> None:
-        """Make the first group; ``join_vllm`` and ``join_sglang`` call it.
+        """Build the first group; called by ``join_vllm`` and ``join_sglang``.
 
         Args:
-            weights: of the run.
-            protocol: of the server.
-            build_group: makes a group of the first rank and the workers.
+            weights: weights of the run.
+            protocol: protocol of the server.
+            build_group: builds a group of the first rank and the workers.
         """
         self.version = 0
         self._weights, self._protocol, self._build_group = weights, protocol, build_group
@@ -108,17 +108,16 @@ class Server:
                 self._group = build_group()
 
     def push(self, version: int | None = None, *, with_digest: bool = False) -> PushReport:
-        """Send all weights; when this returns, the server answers with them.
-
-        All ranks of training call it together.
+        """Send all weights; when this returns, the server uses them. Collective over training.
 
         Args:
-            version: number of these weights, above that of the last push; None: one more.
-            with_digest: compute the digest of what is sent.
+            version: version of these weights, above the last; None: the last version plus 1.
+            with_digest: whether to compute the digest of the sent tensors.
 
         Raises:
             ValueError: if the version is not above the last.
-            RuntimeError: on all ranks, if the server refuses or is lost. It stays paused.
+            RuntimeError: on all ranks, if the server reports an error or is lost. The server
+                remains paused.
         """
         begin, weights, protocol = time.perf_counter(), self._weights, self._protocol
         number = self.version + 1 if version is None else version
@@ -153,7 +152,7 @@ class Server:
 
     @contextmanager
     def _fail_together(self) -> Iterator[None]:
-        """Raise on all ranks if one fails; the group is then unusable: a broadcast may hang."""
+        """Raise on all ranks if a rank fails, and mark the group, whose broadcasts may hang."""
         try:
             with raise_on_all_ranks(self._weights.world):
                 yield
@@ -168,7 +167,8 @@ class Server:
         if lost is not None:
             lost.abort()
             self._protocol.leave_group()
-        # Released after the workers have left: under gloo releasing waits for broadcasts.
+        # The old group is freed after the workers have left: freeing a gloo group waits for its
+        # broadcasts.
         self._group = self._build_group()
         self._has_failed = False
         del lost
@@ -192,21 +192,21 @@ def join_vllm(
     num_workers: int = 0,
     join: JoinGroup = NcclGroup,
 ) -> Server:
-    """Connect a run to a server of vLLM 0.25; all ranks of training call it together.
+    """Connect a run to a server of vLLM 0.25; collective over the ranks of training.
 
     The server needs ``--weight-transfer-config '{"backend": "nccl"}'`` and, for the routes,
     ``VLLM_SERVER_DEV_MODE=1``.
 
     Args:
-        weights: of the run.
-        url: such as ``http://host:8000``.
-        address: of the first rank's host, reachable by the workers.
-        port: free there; 0: any, chosen for every group.
-        num_workers: GPUs of the server; 0: asks the server.
+        weights: weights of the run.
+        url: URL such as ``http://host:8000``.
+        address: address of the first rank's host, reachable by the workers.
+        port: free port of this host; 0: a free port is chosen for every group.
+        num_workers: GPUs of the server; 0: the number is requested from the server.
         join: builds the group.
 
     Raises:
-        RuntimeError: on all ranks, if the server does not answer or refuses.
+        RuntimeError: on all ranks, if the server does not answer or reports an error.
 
     Reference:
         https://docs.vllm.ai/en/v0.25.1/training/weight_transfer/
@@ -223,7 +223,7 @@ def join_sglang(
     num_workers: int = 0,
     join: JoinGroup = TorchGroup,
 ) -> Server:
-    """Connect a run to a server of SGLang 0.5; all ranks of training call it together.
+    """Connect a run to a server of SGLang 0.5; collective over the ranks of training.
 
     The server reports the version with every answer. Arguments and errors are those of
     ``join_vllm``.
@@ -235,15 +235,15 @@ def join_sglang(
 
 
 def load_folder(url: str, folder: str | Path, version: int) -> None:
-    """Ask a server of SGLang to load a Hugging Face folder; returns when it answers with it.
+    """Make a server of SGLang load a Hugging Face folder; returns when the server uses it.
 
     Args:
-        url: such as ``http://host:30000``.
-        folder: of ``save_folder``, as the server's host names it.
-        version: number that the server reports with its answers.
+        url: URL such as ``http://host:30000``.
+        folder: folder of ``save_folder``, as a path on the server's host.
+        version: version that the server reports with its answers.
 
     Raises:
-        RuntimeError: if the server refuses: it keeps its weights.
+        RuntimeError: if the server reports an error; it keeps its weights.
     """
     body = {"model_path": str(folder), "weight_version": str(version)}
     _request_success(f"{url.rstrip('/')}/update_weights_from_disk", body)
@@ -258,11 +258,15 @@ def _join(
     join: JoinGroup,
 ) -> Server:
     def build_group() -> Broadcast:
-        where = address, port or free_port(), 1 + (num_workers or protocol.count_workers())
+        group_args = (
+            *(address, port or free_port()),
+            1 + (num_workers or protocol.count_workers()),
+        )
         backend = "nccl" if weights.device.type == "cuda" else "gloo"
-        # The server answers when its workers have joined: each side waits for the other.
-        reply = _in_thread(partial(protocol.announce_group, *where, backend))
-        joined = _in_thread(partial(join, *where, weights.device))
+        # The request returns when all ranks have joined, and joining waits for the workers, so
+        # both must run at the same time.
+        reply = _in_thread(partial(protocol.announce_group, *group_args, backend))
+        joined = _in_thread(partial(join, *group_args, weights.device))
         _wait_for(joined.done, reply)
         group = joined.result()
         reply.result()
@@ -287,7 +291,7 @@ class _VLLM:
         """A later group replaces the lost one."""
 
     def begin_update(self) -> None:
-        # Requests that run end with the old weights, then the prefix cache is emptied.
+        # Running requests finish with the old weights, then the prefix cache is cleared.
         request_json(f"{self._url}/pause?mode=wait", {})
         request_json(f"{self._url}/start_weight_update", {})
 
@@ -295,7 +299,7 @@ class _VLLM:
         info = {
             **_describe(tensors, "dtype_names"),
             "packed": True,
-            # A message ends with the tensor that exceeds this size: one message a bucket.
+            # A message ends with the tensor that exceeds this size, so a bucket is one message.
             "packed_buffer_size_bytes": sum(tensor.nbytes for _, tensor in tensors),
             "packed_num_buffers": 1,
         }
@@ -328,7 +332,7 @@ class _SGLang:
         )
 
     def begin_update(self) -> None:
-        # Requests that run go back to the queue and are computed again with the new weights.
+        # Running requests return to the queue and are computed again with the new weights.
         request_json(f"{self._url}/pause_generation", {"mode": "retract"})
 
     def announce_bucket(self, tensors: NamedTensors, version: int) -> None:
@@ -349,7 +353,7 @@ def request_json(url: str, body: Mapping[str, Any] | None = None) -> Any:
     """Send a POST request, or a GET request without a body; return the JSON reply.
 
     Raises:
-        RuntimeError: if no server is there, or it answers with an error.
+        RuntimeError: if no server answers, or the reply is an error.
     """
     content = None if body is None else json.dumps(body).encode()
     request = Request(url, content, {"Content-Type": "application/json"})

@@ -1,7 +1,7 @@
-"""What is known of a run out of GPU memory, from its logs, and the cheapest option that helps.
+"""Collects facts about a run out of GPU memory from its logs; names the cheapest remedy.
 
-The trainer writes a record with the error (``RECORD`` and JSON). Logs without one give what
-torch's message, the traceback and the run's header hold.
+The trainer logs a record with the error (``RECORD`` and JSON). For logs without a record, facts
+come from torch's message, the traceback and the run's header.
 """
 
 import json
@@ -15,9 +15,9 @@ from mcore_train.diagnosis.continue_command import recorded_command, value_of
 from mcore_train.diagnosis.log_reader import LogFile
 
 RECORD = "out of memory record: "
-"""Begin of the line with the record."""
+"""Beginning of the line with the record."""
 LARGE_SHARE = 0.1
-"""Share of the device's memory, reserved but unallocated, from which fragments matter."""
+"""Share of the device's memory, reserved but unallocated, that indicates fragmentation."""
 
 _SIZES = {
     "requested_gib": r"Tried to allocate ([\d.]+) ([KMGT]i)B",
@@ -37,18 +37,18 @@ _PHASES = {
     "setup": r":(?:assemble|_?build\w*)$",
     "backward": r":\w*backward$",
 }
-"""Phase by file and function on the stack."""
+"""Phase of a step by file and function of a stack frame."""
 _BACKWARD = re.compile(r":(?:_engine_run_backward|run_backward)$", re.M)
 _FRAME = re.compile(r'File "([^"]*)", line \d+, in (\S+)')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRecord:
-    """One rank's memory when it was full."""
+    """Memory of a rank at an out-of-memory error."""
 
     rank: int | None = None
     phase: str = ""
-    """Part of a step: forward, loss, backward, optimizer, save, load, validation, setup."""
+    """Phase: forward, loss, backward, optimizer, save, load, validation or setup."""
     step: int | None = None
     micro_batch_size: int | None = None
     seq_length: int | None = None
@@ -62,10 +62,10 @@ class MemoryRecord:
     free_gib: float | None = None
     allocated_gib: float | None = None
     unused_gib: float | None = None
-    """Reserved by torch, but in pieces that did not fit."""
+    """Memory reserved by torch in blocks that are too small for the request."""
     peak_gib: float | None = None
     classes_gib: Mapping[str, float] = field(default_factory=dict)
-    """Bytes by class of tensors, the largest first, where the trainer recorded them."""
+    """GiB by class of tensors, the largest first; empty if the trainer recorded none."""
 
     def lines(self) -> list[str]:
         """Return the record as lines of the report."""
@@ -97,38 +97,38 @@ class MemoryRecord:
 
     @classmethod
     def of_message(cls, message: str, **known: Any) -> "MemoryRecord":
-        """Add the sizes in torch's message to what is known of a rank."""
+        """Build a record from the sizes in torch's message and other known fields."""
         sizes: dict[str, Any] = {}
         for name, pattern in _SIZES.items():
-            if found := re.search(pattern, message):
-                sizes[name] = round(float(found[1]) * _UNITS[found[2]], 3)
+            if match := re.search(pattern, message):
+                sizes[name] = round(float(match[1]) * _UNITS[match[2]], 3)
         return cls(**known, **sizes)
 
     def to_line(self) -> str:
-        """Write the record as the line that ``memory_record`` reads."""
+        """Return the record as the log line that ``memory_record`` reads."""
         return RECORD + json.dumps(asdict(self))
 
 
 def memory_record(
     file: Path, offset: int, message: str, rank: int | None, logs: Sequence[LogFile]
 ) -> MemoryRecord:
-    """Collect what the logs hold about a rank that was out of memory.
+    """Collect the facts of the logs about a rank that was out of memory.
 
     Args:
         file: log with torch's message.
-        offset: of the message in it.
-        message: torch's.
-        rank: that wrote it.
-        logs: of all ranks; one of them has the run's header.
+        offset: byte offset of the message in the log.
+        message: torch's message.
+        rank: rank that wrote the message.
+        logs: logs of all ranks; one of them has the run's header.
     """
     with file.open("rb") as opened:
         opened.seek(max(0, offset - (1 << 15)))
         text = opened.read(1 << 16).decode(errors="replace")
     if RECORD in text:
-        written = text[text.index(RECORD) + len(RECORD) :].split("\n", 1)[0]
+        record = text[text.index(RECORD) + len(RECORD) :].split("\n", 1)[0]
         try:
-            return MemoryRecord(**json.loads(written))
-        except (ValueError, TypeError):  # the line was cut
+            return MemoryRecord(**json.loads(record))
+        except (ValueError, TypeError):  # the line was truncated
             pass
     stack = text[: text.find("Tried to allocate")]
     phase = phase_of(stack[max(0, stack.rfind("Traceback")) :])
@@ -138,10 +138,10 @@ def memory_record(
 
 
 def phase_of(stack: str) -> str:
-    """Return the part of a step in which a traceback ends; empty: not known."""
+    """Return the phase of a step in which a traceback ends; "" if it is not known."""
     frames = [f"{file}:{function}" for file, function in _FRAME.findall(stack)]
     if _BACKWARD.search("\n".join(frames)):
-        return "backward"  # also where it computes a forward again
+        return "backward"  # also during recomputation, whose inner frames are of a forward
     for frame in reversed(frames):
         for name, pattern in _PHASES.items():
             if re.search(pattern, frame):
@@ -150,11 +150,11 @@ def phase_of(stack: str) -> str:
 
 
 def _header(logs: Sequence[LogFile]) -> dict[str, Any]:
-    """Read layout and sizes from the lines that a run begins with."""
-    found: dict[str, Any] = {}
+    """Return layout and sizes from the first lines of a run's log, as fields of a record."""
+    facts: dict[str, Any] = {}
     if words := recorded_command(logs):
-        found["micro_batch_size"] = int(value_of(words, "--micro-batch-size") or 1)
-        found["recompute"] = value_of(words, "--recompute-granularity")
+        facts["micro_batch_size"] = int(value_of(words, "--micro-batch-size") or 1)
+        facts["recompute"] = value_of(words, "--recompute-granularity")
     for log in logs:
         with log.path.open("rb") as file:
             head = file.read(1 << 15).decode(errors="replace")
@@ -162,22 +162,22 @@ def _header(logs: Sequence[LogFile]) -> dict[str, Any]:
         if layout is None:
             continue
         degrees = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", layout[1])}
-        found |= {"layout": degrees, "sharding": layout[2]}
+        facts |= {"layout": degrees, "sharding": layout[2]}
         if sizes := re.search(r"steps: \d+ to \d+ of \d+ x (\d+) tokens", head):
-            found["seq_length"] = int(sizes[1])
+            facts["seq_length"] = int(sizes[1])
         break
-    return found
+    return facts
 
 
-def cheapest_mend(record: MemoryRecord) -> str:
-    """Return the option that saves memory at the least cost in time, and why that one."""
+def cheapest_remedy(record: MemoryRecord) -> str:
+    """Return the option that saves memory at the least cost in time, and the reason."""
     capacity, unused = record.capacity_gib or 0.0, record.unused_gib or 0.0
     data = record.layout.get("data", 0)
     is_sharded = record.sharding not in ("", "no_shard")
     if unused > max(LARGE_SHARE * capacity, record.requested_gib or 0.0):
         return (
             f"PYTORCH_ALLOC_CONF=expandable_segments:True: {unused:.1f} GiB are reserved in "
-            "pieces that do not fit; costs no time."
+            "blocks that are too small; costs no time."
         )
     if data > 1 and not is_sharded:
         return (
@@ -188,24 +188,24 @@ def cheapest_mend(record: MemoryRecord) -> str:
     if record.phase == "loss" and size != 1:
         half = f"--micro-batch-size {size // 2}" if size else "half the --micro-batch-size"
         return (
-            f"{half}: the logits of a micro-batch do not fit; or more "
-            "--tensor-model-parallel-size, which splits them by vocabulary."
+            f"{half}: the logits of a micro-batch do not fit; or a larger "
+            "--tensor-model-parallel-size, which splits the logits by vocabulary."
         )
     if record.phase in ("save", "validation"):
         return (
-            "half the --micro-batch-size of validation, or --no-async-save, which stages less."
+            "half the --micro-batch-size of validation, or --no-async-save, which copies less."
         )
     if record.recompute in ("", "none"):
         activation = "moe_act" if "expert" in record.layout else "mlp_act"
         return (
             f"--recompute-granularity selective --recompute-modules layernorm {activation}: "
-            "recomputes norms and activations, a few per cent of the step; then full (about a "
-            "third more time)."
+            "recomputes norms and activations, a few per cent of the step; if that is not "
+            "enough, full (about a third more time)."
         )
     if size and size > 1:
-        return f"--micro-batch-size {size // 2}: half the activations."
+        return f"--micro-batch-size {size // 2}: halves the activations."
     if record.recompute == "selective":
-        return "--recompute-granularity full: keeps what each layer begins from, no more."
+        return "--recompute-granularity full: stores only the input of each layer."
     return (
         "more tensor or pipeline ranks, --cpu-offloading or --optimizer-cpu-offload; "
         "mcore-models count estimates the bytes."
