@@ -12,8 +12,8 @@
 //
 // whole_step.py defines the sizes: ROWS, D, F, HEADS, GROUPS, H, PAGE (tokens), SPLITS (of a
 // row's keys, at most), STAGES (of the ring), CODES (whether weights are e4m3), TALL (outputs
-// that share a scale; 0: all), KEY_CODES (whether keys and values are e4m3), DRAFTS (whether rows
-// may be of one request), EPSILON, OFFSET (of norms' weights) and SCALE (of scores).
+// that share a scale; 0: all), DRAFTS (whether rows may be of one request), EPSILON, OFFSET (of
+// norms' weights) and SCALE (of scores).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -30,28 +30,13 @@ constexpr int INPUT_PITCH = 2 * WIDEST + 64, QUERY_PITCH = H + 8;
 constexpr int PART = PER * (H + 2);  // values of a group's heads, each with its sum and maximum
 constexpr float NOTHING = -1e30f;    // a maximum of no scores
 
-// A number of keys and values as it is stored, and eight of them.
-template <bool IS_CODES>
-struct Stored {
-  typedef bf16 one;
-  typedef uint4 eight;
-};
-template <>
-struct Stored<true> {
-  typedef unsigned char one;
-  typedef uint2 eight;
-};
-typedef Stored<KEY_CODES>::one One;
-typedef Stored<KEY_CODES>::eight Eight;
-
 struct Layer {
   const char* weights[4];  // qkv, projection, gate and up, down
   const float* scales[4];
   const bf16* norms[2];
   const bf16* head_norms[2];  // null: none
   const bf16* bias;           // of qkv; null: none
-  One *keys, *values;         // [pages, PAGE, GROUPS, H]
-  float key_scale, value_scale;  // of codes; 1 without
+  bf16 *keys, *values;        // [pages, PAGE, GROUPS, H]
 };
 
 struct Step {
@@ -109,11 +94,6 @@ DEVICE uint4 fresh16(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-DEVICE uint2 fresh8(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
 DEVICE float2 fresh8(const float* p) {
   float2 v;
   asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
@@ -137,25 +117,16 @@ DEVICE u32 narrow(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-DEVICE u32 half(float low, float high) {
-  u32 r;
-  low = fminf(fmaxf(low, -65504.f), 65504.f), high = fminf(fmaxf(high, -65504.f), 65504.f);
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-// Bytes of e4m3, clamped to its range.
-DEVICE bf16 codes(float low, float high) {
-  bf16 r;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
-  return r;
-}
 // e4m3 becomes float16 in one instruction for two, so inputs are float16 there, over 16.
 constexpr float FACTOR = CODES ? 16 : 1;
 DEVICE u32 as_input(float low, float high) {
-  return CODES ? half(low / FACTOR, high / FACTOR) : narrow(low, high);
+  if (!CODES) return narrow(low, high);
+  u32 r;
+  low = fminf(fmaxf(low / FACTOR, -65504.f), 65504.f);
+  high = fminf(fmaxf(high / FACTOR, -65504.f), 65504.f);
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
 }
-// Two factors of attention in the type of its keys.
-DEVICE u32 as_key(float low, float high) { return KEY_CODES ? half(low, high) : narrow(low, high); }
 DEVICE uint2 from_codes(u32 word) {
   uint2 r;
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
@@ -173,18 +144,12 @@ DEVICE void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Of attention: of float16 where keys and values are codes, else of bfloat16. The lower eight
-// rows are nothing.
+// Of bfloat16 where the lower eight rows are nothing.
 DEVICE void mma_upper(float* c, u32 a0, u32 a2, u32 b0, u32 b1) {
-#define MMA_UPPER(TYPE) \
-  asm volatile("{\n.reg .f32 d, e;\n" MMA TYPE "." TYPE \
-               ".f32 {%0,%1,d,e}, {%2,%6,%3,%6}, {%4,%5}, {%0,%1,%7,%7};\n}" \
-               : "+f"(c[0]), "+f"(c[1]) \
-               : "r"(a0), "r"(a2), "r"(b0), "r"(b1), "r"(0), "f"(0.0f))
-  if (KEY_CODES)
-    MMA_UPPER("f16");
-  else
-    MMA_UPPER("bf16");
+  asm volatile("{\n.reg .f32 d, e;\n" MMA
+               "bf16.bf16.f32 {%0,%1,d,e}, {%2,%6,%3,%6}, {%4,%5}, {%0,%1,%7,%7};\n}"
+               : "+f"(c[0]), "+f"(c[1])
+               : "r"(a0), "r"(a2), "r"(b0), "r"(b1), "r"(0), "f"(0.0f));
 }
 DEVICE float sum_of_warp(float v) {
 #pragma unroll
@@ -395,14 +360,8 @@ struct Share {  // of a row's keys: one split for the heads of one group
   }
 };
 
-// Store a number of a query, as a factor of mma_upper, or of a key.
-DEVICE void put(bf16& to, float v, float) { to = KEY_CODES ? half(wide(narrow(v)), 0) : narrow(v); }
-DEVICE void put(unsigned char& to, float v, float scale) { to = codes(wide(narrow(v)) / scale, 0); }
-
 // Apply norm and rotary embedding to one head; run by one warp.
-template <class To>
-__device__ void turn_head(const Step& step, int m, const bf16* head, const bf16* norm, To* to,
-                          float scale) {
+__device__ void turn_head(const Step& step, int m, const bf16* head, const bf16* norm, bf16* to) {
   float a[H / 64], b[H / 64], squares = 0;
   const int lane = thread() % 32;
 #pragma unroll
@@ -417,8 +376,7 @@ __device__ void turn_head(const Step& step, int m, const bf16* head, const bf16*
     const float cos = step.cos[m * (H / 2) + i], sin = step.sin[m * (H / 2) + i];
     if (norm) a[j] *= factor * (wide(norm[i]) + OFFSET);
     if (norm) b[j] *= factor * (wide(norm[i + H / 2]) + OFFSET);
-    put(to[i], a[j] * cos - b[j] * sin, scale);
-    put(to[i + H / 2], b[j] * cos + a[j] * sin, scale);
+    to[i] = narrow(a[j] * cos - b[j] * sin), to[i + H / 2] = narrow(b[j] * cos + a[j] * sin);
   }
 }
 
@@ -428,25 +386,9 @@ __device__ void write_key(const Step& step, const Layer& layer, const Share& sha
   const long long place = share.place(step.lengths[share.m] - 1);
   const bf16* row = step.qkv + share.m * QKV + Q + share.group * H;
   if (warp == WARPS - 1)
-    turn_head(step, share.m, row, layer.head_norms[1], layer.keys + place, layer.key_scale);
-  if (warp == WARPS - 2 && lane < H / 8) {
-    const uint4 given = fresh16(row + GROUPS * H + 8 * lane);
-    const u32* pair = (const u32*)&given;
-    bf16* to = (bf16*)(layer.values + place + 8 * lane);
-    if (!KEY_CODES) *(uint4*)to = given;
-#pragma unroll
-    for (int i = 0; KEY_CODES && i < 4; i++)
-      to[i] = codes(low(pair[i]) / layer.value_scale, high(pair[i]) / layer.value_scale);
-  }
-}
-
-DEVICE void load(uint4& to, const One* from) { to = fresh16(from); }
-DEVICE void load(uint2& to, const One* from) { to = fresh8(from); }
-// As factors of mma_upper.
-DEVICE uint4 opened(uint4 stored) { return stored; }
-DEVICE uint4 opened(uint2 stored) {
-  const uint2 a = from_codes(stored.x), b = from_codes(stored.y);
-  return {a.x, a.y, b.x, b.y};
+    turn_head(step, share.m, row, layer.head_norms[1], layer.keys + place);
+  if (warp == WARPS - 2 && lane < H / 8)
+    *(uint4*)(layer.values + place + 8 * lane) = fresh16(row + GROUPS * H + 8 * lane);
 }
 
 struct Mix {  // of one warp's keys; heads are rows g, channels lie as attend_split stores them
@@ -458,35 +400,31 @@ DEVICE void attend(const Layer& layer, const Share& share, int start, const uint
                    Mix& mix) {
   const int lane = thread() % 32, g = lane / 4, t = lane % 4;
   long long place[2];
-  Eight keys[2][H / 32], values[4][H / 64];
+  uint4 keys[2][H / 32], values[4][H / 64];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     place[i] = share.place(min(start + 8 * i + g, share.end - 1));
 #pragma unroll
-    for (int j = 0; j < H / 32; j++)
-      load(keys[i][j], layer.keys + place[i] + 32 * j + 8 * t);
+    for (int j = 0; j < H / 32; j++) keys[i][j] = fresh16(layer.keys + place[i] + 32 * j + 8 * t);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
     const long long from = __shfl_sync(~0u, place[i / 2], 4 * (2 * t + i % 2));
 #pragma unroll
-    for (int j = 0; j < H / 64; j++)
-      load(values[i][j], layer.values + from + 64 * j + 8 * g);
+    for (int j = 0; j < H / 64; j++) values[i][j] = fresh16(layer.values + from + 64 * j + 8 * g);
   }
   float scores[2][2] = {}, top = mix.top;
-  const float scale = SCALE * 1.4426950408889634f * (KEY_CODES ? layer.key_scale : 1);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
 #pragma unroll
     for (int j = 0; j < H / 32; j++) {
-      const uint4 key = opened(keys[i][j]);
-      mma_upper(scores[i], query[j].x, query[j].y, key.x, key.y);
-      mma_upper(scores[i], query[j].z, query[j].w, key.z, key.w);
+      mma_upper(scores[i], query[j].x, query[j].y, keys[i][j].x, keys[i][j].y);
+      mma_upper(scores[i], query[j].z, query[j].w, keys[i][j].z, keys[i][j].w);
     }
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const bool is_seen = start + 8 * i + 2 * t + j < share.end;
-      scores[i][j] = is_seen ? scores[i][j] * scale : NOTHING;
+      scores[i][j] = is_seen ? scores[i][j] * (SCALE * 1.4426950408889634f) : NOTHING;
       top = fmaxf(top, scores[i][j]);
     }
   }
@@ -499,16 +437,13 @@ DEVICE void attend(const Layer& layer, const Share& share, int start, const uint
     scores[i / 2][i % 2] = exp2f(scores[i / 2][i % 2] - top);
     mix.total += scores[i / 2][i % 2];
   }
-  const u32 a0 = as_key(scores[0][0], scores[0][1]), a2 = as_key(scores[1][0], scores[1][1]);
+  const u32 a0 = narrow(scores[0][0], scores[0][1]), a2 = narrow(scores[1][0], scores[1][1]);
 #pragma unroll
   for (int j = 0; j < H / 8; j++) {
     const u32 which = j % 2 ? 0x7632 : 0x5410;
     u32 word[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint4 value = opened(values[i][j / 8]);
-      word[i] = ((const u32*)&value)[j % 8 / 2];
-    }
+    for (int i = 0; i < 4; i++) word[i] = ((const u32*)&values[i][j / 8])[j % 8 / 2];
     mix.values[j][0] *= shrink, mix.values[j][1] *= shrink;
     mma_upper(mix.values[j], a0, a2, __byte_perm(word[0], word[1], which),
               __byte_perm(word[2], word[3], which));
@@ -547,8 +482,7 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
   float* own = (float*)(memory + 16 * QUERY_PITCH);
   const bf16* row = step.qkv + share.m * QKV + share.group * PER * H;
   for (int head = warp; head < PER; head += WARPS)
-    turn_head(step, share.m, row + head * H, layer.head_norms[0], queries + head * QUERY_PITCH,
-              1);
+    turn_head(step, share.m, row + head * H, layer.head_norms[0], queries + head * QUERY_PITCH);
   if (!DRAFTS && share.split == share.splits - 1) write_key(step, layer, share);
   meet();
   uint4 query[H / 32];
@@ -562,11 +496,10 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
   mix.total += __shfl_xor_sync(~0u, mix.total, 2);
   if (g < PER) {
     float* part = own + warp * PART + g * (H + 2);
-    const float by = KEY_CODES ? layer.value_scale : 1;
 #pragma unroll
     for (int j = 0; j < H / 8; j++) {
-      part[j / 8 * 64 + 16 * t + j % 8] = mix.values[j][0] * by;
-      part[j / 8 * 64 + 16 * t + 8 + j % 8] = mix.values[j][1] * by;
+      part[j / 8 * 64 + 16 * t + j % 8] = mix.values[j][0];
+      part[j / 8 * 64 + 16 * t + 8 + j % 8] = mix.values[j][1];
     }
     if (t == 0) part[H] = mix.total, part[H + 1] = mix.top;
   }
@@ -600,7 +533,7 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
 }
 
 DEVICE void attention(const Step& step, const Layer& layer, char* memory, u32& passed) {
-  constexpr int ITEMS = ROWS * GROUPS * SPLITS, LINE = KEY_CODES && H >= 128 ? 128 : 64;
+  constexpr int ITEMS = ROWS * GROUPS * SPLITS, LINE = 64;
   // Prefetch keys and values into L2 while other blocks finish the qkv phase.
   for (int item = blockIdx.x; item < ITEMS; item += gridDim.x) {
     const Share share(step, item);

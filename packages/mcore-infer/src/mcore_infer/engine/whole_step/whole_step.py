@@ -7,7 +7,6 @@ for the sizes of a model. Imported only if tensors are on a GPU.
 """
 
 import ctypes
-import struct
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.few_rows_gemm import FewRowsGemm, use_few_rows_gemm
-from mcore_infer.engine.fp8_cache import to_codes
-from mcore_infer.engine.limits import Fp8Cache
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
@@ -74,15 +71,14 @@ def whole_step(
     device = inputs.tokens.device
     if torch.cuda.get_device_capability(device) < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
         return None
-    if not (isinstance(model, GPT) and computes(model)):
+    if not (isinstance(model, GPT) and computes(model, cache)):
         return None
     if _sizes(model, cache, inputs)["STAGES"] < _FEWEST_STAGES:
         return None
     attention = _blocks(model)[0].attention
     code, tall = _matrix(attention.qkv)[1:]
     has_norms = attention.q_norm is not None
-    is_fp8 = cache.layer(attention.layer).scales is not None
-    kind = head_dim(model.config), code is not None, tall, has_norms, inputs.have_drafts, is_fp8
+    kind = head_dim(model.config), code is not None, tall, has_norms, inputs.have_drafts
     if not works(WHOLE_STEP_KERNEL, device, *kind):
         return None
     return first_run(model, cache, inputs, kind)
@@ -209,7 +205,6 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "SPLITS": 1 << (most.bit_length() - 1),
         "CODES": int(scales is not None),
         "TALL": tall,
-        "KEY_CODES": int(cache.layer(block.attention.layer).scales is not None),
         "DRAFTS": int(inputs.have_drafts),
         "EPSILON": float(config.norm_epsilon),
         "OFFSET": float(config.apply_layernorm_1p),
@@ -231,7 +226,7 @@ def _num_blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def computes(model: GPT) -> bool:
+def computes(model: GPT, cache: PagedCache) -> bool:
     """Whether the kernel supports all layers of a model."""
     config, blocks = model.config, _blocks(model)
     is_plain = all(
@@ -254,6 +249,7 @@ def computes(model: GPT) -> bool:
         and config.num_attention_heads // num_kv_heads(config) <= 8
         and not config.hidden_size % 64
         and not blocks[0].mlp.fc2.in_features % 64
+        and all(cache.layer(block.attention.layer).scales is None for block in blocks)
     )
 
 
@@ -301,8 +297,7 @@ def _pointers(block: Any, cache: PagedCache) -> list[int]:
     """Return the pointers of ``struct Layer`` of ``whole_step.cu``."""
     attention = block.attention
     matrices = [_matrix(linear) for linear in _linears(block)]
-    layer = cache.layer(attention.layer)
-    held, (key_scale, value_scale) = layer.held, layer.scales or (1.0, 1.0)
+    held = cache.layer(attention.layer).held
     norms = attention.q_norm, attention.k_norm
     tensors = (
         *(weight for weight, _, _ in matrices),
@@ -313,19 +308,11 @@ def _pointers(block: Any, cache: PagedCache) -> list[int]:
         *(held.keys, held.values),
     )
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    both_scales = struct.unpack("<q", struct.pack("<2f", key_scale, value_scale))
-    return [*pointers, *both_scales]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _trial(
-    device: torch.device,
-    H: int,
-    in_codes: bool,
-    tall: int,
-    has_norms: bool,
-    have_drafts: bool,
-    is_fp8: bool,
+    device: torch.device, H: int, in_codes: bool, tall: int, has_norms: bool, have_drafts: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results of the kernel and of torch for steps of two layers."""
     config = TransformerConfig(
@@ -348,15 +335,13 @@ def _trial(
         use_few_rows_gemm(model)
         if in_codes:
             _to_codes(model, tall)
-        scales = {0: (0.25, 0.125), 1: (0.5, 0.25)}
-        cache = PagedCache(24, 32, fp8=Fp8Cache(scales) if is_fp8 else None)
+        cache = PagedCache(24, 32)
         inputs = DecodeTensors(3, 8, device, num_drafts=int(have_drafts))
         inputs.fill(Step(()), cache.page_tokens, cache.padding)
         cache.step = inputs
         model(inputs.tokens, inputs.positions, cache)  # allocates the cache
         memories = [cache.layer(layer).held for layer in range(2)]
         pages: list[Any] = [x for memory in memories for x in (memory.keys, memory.values)]
-        scales_of = [scale for layer in range(2) for scale in scales[layer]]
         whole = WholeStep(model, cache, inputs)
         for lengths in ((70, 1, 160), (256, 33, 129)):
             chunks = [
@@ -364,16 +349,12 @@ def _trial(
                 for i, length in enumerate(lengths)
             ]
             inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
-            for held, scale in zip(pages, scales_of, strict=True):
-                numbers = wave(*held.shape, device=device, dtype=torch.bfloat16)
-                held.copy_(to_codes(numbers, scale) if is_fp8 else numbers)
+            for held in pages:
+                held.copy_(wave(*held.shape, device=device, dtype=held.dtype))
             got = whole.hidden()
             written = [held.clone() for held in pages]
             yield got, model(inputs.tokens, inputs.positions, cache)[0]
-            for one, other in zip(written, pages, strict=True):
-                # Few codes may differ, where sums round to the other side of half.
-                kind = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-                yield one.view(kind), other.view(kind)
+            yield from zip(written, pages, strict=True)
 
 
 def _to_codes(model: GPT, tall: int) -> None:
@@ -391,5 +372,4 @@ WHOLE_STEP_KERNEL = OptionalKernel(
     "the kernel of whole decoding steps", ("cuda-bindings",), _trial
 )
 """Kind: channels of a head, whether weights are in e4m3, outputs that share a scale, whether
-queries and keys have norms, whether rows may belong to one request, whether keys and values are
-in e4m3."""
+queries and keys have norms, whether rows may belong to one request."""
