@@ -165,7 +165,7 @@ def test_the_models_own_layer_proposes_what_it_was_trained_to_predict(model):
 
 def test_proposals_that_nothing_can_make_or_check_are_refused(model):
     config = speculating(CONFIGS["roomy"], 2)
-    with pytest.raises(ValueError, match="model needs a --draft-load"):
+    with pytest.raises(ValueError, match="model needs --draft-load"):
         Engine(model, config)
     with pytest.raises(ValueError, match="ngram uses no draft model"):
         Engine(model, replace(config, speculative_drafts="ngram"), model)
