@@ -154,7 +154,7 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
     assert len(said["matrices"]) == 8
     assert 0 < said["matrices"][0]["output_error"] < 0.5
     text = (path / method / "receipt.md").read_text()
-    assert "| lm_head | scores the vocabulary: its errors reach every token |" in text
+    assert "| lm_head | computes logits: its errors affect every token |" in text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -348,7 +348,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     fresh = str(tmp_path / "fresh")
     for changed, message in (
         ({}, "exists and is not empty"),
-        ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
+        ({"output": fresh, "exclude_modules": "nothing"}, "matches no module"),
         ({"output": fresh, "method": "int8"}, "--group-size 16 has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         (
