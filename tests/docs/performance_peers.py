@@ -263,21 +263,26 @@ def draw(read: Read, head: Callable[[int, int], str]) -> str:
     parts = [head(760, height)]
     for index, row in enumerate(COMPARISONS):
         numbers, y = figures(read, row), 24 * index + 8
-        # Bars end at twice the peer; longer ones have their number only.
-        width = 150 * min(numbers.ratio, 2.0)
+        width, end = 150 * min(numbers.ratio, 2.0), 150 * min(numbers.ratio, 2.0)
         parts += [
             f'<text x="392" y="{y + 13}" text-anchor="end">{_short(row)}</text>',
             f'<rect x="400" y="{y}" width="{width:.1f}" height="17" fill="#3b4f8a"/>',
-            f'<text x="{406 + width:.1f}" y="{y + 13}">{numbers.ratio:.2f}</text>',
         ]
         if 0 < numbers.goal_ratio < 2:
             x = 400 + 150 * numbers.goal_ratio
             colour = "#a04b4b" if numbers.is_missed else "#2f7f5f"
             mark = f"M{x:.1f} {y - 2}V{y + 19}"
             parts.append(f'<path d="{mark}" stroke="{colour}" stroke-width="3"/>')
+            end = max(end, x - 400)
+        # Bars end at twice the peer: a longer one is marked, and its number says how long.
+        is_cut = "… " if numbers.ratio > 2 else ""
+        text = f"{is_cut}{numbers.ratio:.2f}"
+        parts.append(f'<text x="{406 + end:.1f}" y="{y + 13}">{text}</text>')
     parts.append(f'<path d="M550 4V{height - 36}" stroke="#555555" stroke-dasharray="3 3"/>')
-    note = "times the other program; marks: goals, red where missed"
-    parts.append(f'<text x="400" y="{height - 8}" fill="#555555">{note}</text></svg>')
+    note = "ours over the other; marks: goals, red if missed"
+    parts.append(
+        f'<text x="752" y="{height - 8}" text-anchor="end" fill="#555555">{note}</text></svg>'
+    )
     return "\n".join(parts) + "\n"
 
 
