@@ -76,7 +76,7 @@ class _StaticLayer:
     """One layer's part of a ``StaticCache``: a ``LayerState``."""
 
     def __init__(self, cache: StaticCache, memory: _LayerMemory) -> None:
-        self.cache, self.memory = cache, memory
+        self.cache, self.held = cache, memory
 
     def run(
         self,
@@ -84,7 +84,7 @@ class _StaticLayer:
         *inputs: Shaped[Tensor, "S B ..."],
     ) -> Shaped[Tensor, "S B ..."]:
         """Run a recurrent layer on new tokens and replace its state."""
-        y, self.memory.recurrent = mix(self.memory.recurrent, *inputs)
+        y, self.held.recurrent = mix(self.held.recurrent, *inputs)
         return y
 
     def attend(
@@ -107,7 +107,7 @@ class _StaticLayer:
         end = begin + k.shape[0]
         if end > capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {capacity}")
-        memory = self.memory
+        memory = self.held
         if memory.keys is None or memory.values is None:
             memory.keys = k.new_empty(capacity, *k.shape[1:])
             # In latent attention the values are the first channels of the keys.
