@@ -75,7 +75,7 @@ def write_compressed_tensors(
     shift = float(source.description["config"].get("apply_layernorm_1p", False))
     stored = _FoldedTensors(widened.stored, folded_scales(widened, source.description), shift)
     items: list[Item] = []
-    left = ["lm_head"]
+    unquantized = ["lm_head"]
     for name, entry in stored.entries.items():
         module, _, kind = name.rpartition(".")
         if kind in SCALES:
@@ -88,9 +88,10 @@ def write_compressed_tensors(
         else:
             items.append(_copy(name, stored))
             is_linear = kind == "weight" and len(entry.shape) == 2 and "embed" not in name
-            left += [module] if is_linear and module not in left else []
+            if is_linear and module not in unquantized:
+                unquantized.append(module)
     config = hf_config(source)
-    config["quantization_config"] = _config(form, left, kv_cache=widened.plan.kv_cache)
+    config["quantization_config"] = _config(form, unquantized, kv_cache=widened.plan.kv_cache)
     write_hf_folder(folder, config, watch(items), max_shard_bytes)
     write_tokenizer(folder, source)
     return form.format

@@ -353,9 +353,9 @@ def _trial(
             inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
             for held in pages:
                 held.copy_(wave(*held.shape, device=device, dtype=held.dtype))
-            got = whole.hidden()
+            hidden = whole.hidden()
             written = [held.clone() for held in pages]
-            yield got, model(inputs.tokens, inputs.positions, cache)[0]
+            yield hidden, model(inputs.tokens, inputs.positions, cache)[0]
             yield from zip(written, pages, strict=True)
 
 
