@@ -40,7 +40,7 @@ class RunObservers:
 
     Attributes:
         reporter: where reports go.
-        sections: the monitors of ft_launcher, which learn of steps and saves.
+        sections: reports steps and saves to the monitors of ft_launcher.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunObservers:
         """Build the observers that the options name; gathers hosts for ``--log-straggler``.
 
         Args:
-            run: is observed from its next step on.
+            run: observed from its next step on.
             reporter: entered and left by the caller.
             watch: finds hangs.
             sections: entered and left by the caller.
@@ -112,7 +112,7 @@ class RunObservers:
         Args:
             step: its number.
             result: of the step.
-            poll_saves: moves saves in the background on, whose time is part of the step.
+            poll_saves: advances saves in the background; its time is part of the step.
         """
         self._interval.add(result)
         self._collector.after_step(step)
