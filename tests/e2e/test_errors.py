@@ -61,7 +61,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused():
     ("text", "wanted"),
     [
         ("num_layer = 2\n", "unknown field num_layer: did you mean num_layers?"),
-        ("seed = 2\nseed = 3\n", "seed stands twice"),
+        ("seed = 2\nseed = 3\n", "seed is given twice"),
     ],
 )
 def test_a_recipe_with_an_unknown_or_doubled_field_names_file_and_field(tmp_path, text, wanted):

@@ -154,8 +154,8 @@ class PrecisionConfig(Options):
     loss_scale_window: int = option(1000, minimum=1, needs=_SCALED, idle_with=_FIXED)
     """Steps without overflow after which the loss scale is doubled."""
     hysteresis: int = option(2, minimum=1, needs=_SCALED, idle_with=_FIXED)
-    """Overflows within a window before the loss scale is halved: this one and each later one
-    halve it."""
+    """Number of the overflow within a window at which the loss scale is halved; each later
+    overflow halves it again."""
 
     rules = (
         Rule(

@@ -327,7 +327,10 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
     ("flags", "message"),
     [
         ({"lora_dim": 4}, "--lora-dim 4 has no effect without --peft"),
-        ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
+        (
+            {**DORA, "lora_target_modules": ("qq",)},
+            "--lora-target-modules qq matches no linear",
+        ),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
         ({**DORA, "modules_to_save": ("lm_head",)}, "--modules-to-save lm_head: this model's"),
         (

@@ -390,7 +390,7 @@ def test_data_that_another_tokenizer_made_are_told(texts, caplog):
     assert not caplog.records
     write_manifest(b, {"tokenizer": {"sha256": "other"}})
     build(**options)
-    assert f"than this run's has encoded {b}, as manifests say" in caplog.text
+    assert f"by its manifest, {b} was encoded by another tokenizer" in caplog.text
 
 
 def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def test_a_flag_before_another_flag_has_no_value():
     [
         (b'num_layers = "two"', r"x\.toml: --num-layers 'two' must be a whole number"),
         (b"lr = 'high'", r"x\.toml: --lr 'high' must be a number"),
-        (b"\xff\xfe", r"x\.toml: no valid TOML: it is not UTF-8"),
+        (b"\xff\xfe", r"x\.toml: not valid TOML: not UTF-8"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path, content, message):

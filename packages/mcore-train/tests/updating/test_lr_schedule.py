@@ -232,7 +232,7 @@ def test_a_resumed_schedule_must_be_that_of_the_flags_unless_told_which_wins():
     saved = {"max_lr": 2.0, "min_lr": 0.1}
     flags = schedule()
     rates = r"--override-opt-param.* of 5\.000000E-01\).*--use-checkpoint.*\(1\.000000E\+00\)"
-    with pytest.raises(ValueError, match=rf"max_lr: 2.0 there, 1.0 here.*{rates}"):
+    with pytest.raises(ValueError, match=rf"max_lr: 2.0 in the checkpoint, 1.0 here.*{rates}"):
         reconcile(saved, flags, ScheduleConfig(), 5)
     override = ScheduleConfig(override_opt_param_scheduler=True)
     assert reconcile(saved, flags, override) == flags
