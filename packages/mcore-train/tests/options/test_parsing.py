@@ -157,9 +157,9 @@ def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
     [
         (["3", *PIPELINE], "make the layers a multiple of 12"),
         (["0", *PIPELINE], "make the layers a multiple of 1"),
-        (["two", *PIPELINE], "needs numbers"),
+        (["two", *PIPELINE], "must be a whole number"),
         (["2", "-", "Data", "loading", *PIPELINE], "'- Data loading' belong to no option"),
-        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "have one meaning"),
+        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "set one option"),
     ],
 )
 def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):

@@ -265,11 +265,11 @@ def test_schedules_that_differ_only_in_what_has_no_effect_any_more_are_one(
 @pytest.mark.parametrize(
     ("there", "samples", "told"),
     [
-        ({"style": "WSD"}, 50, "decay_style: WSD there, linear here"),
-        ({"decay_samples": 220}, 50, "decay_samples: 220 there, 110 here"),
-        ({"warmup_init_lr": 0.5}, 9, "warmup_init_lr: 0.5 there"),
-        ({"warmup_samples": 20}, 50, "warmup_samples: 20 there, 10 here"),
-        ({"end_weight_decay": 0.1}, 50, "end_weight_decay: 0.1 there, 0.0 here"),
+        ({"style": "WSD"}, 50, "decay_style: WSD in the checkpoint, linear here"),
+        ({"decay_samples": 220}, 50, "decay_samples: 220 in the checkpoint, 110 here"),
+        ({"warmup_init_lr": 0.5}, 9, "warmup_init_lr: 0.5 in the checkpoint"),
+        ({"warmup_samples": 20}, 50, "warmup_samples: 20 in the checkpoint, 10 here"),
+        ({"end_weight_decay": 0.1}, 50, "end_weight_decay: 0.1 in the checkpoint, 0.0 here"),
     ],
 )
 def test_schedules_that_differ_from_here_on_are_refused(there, samples, told):
