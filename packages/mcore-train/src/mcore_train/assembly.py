@@ -69,11 +69,11 @@ class Tables:
     """Optimizers, fp8 recipes and engines by option value; a program may add its own."""
 
     optimizers: Mapping[str, BuildRule] = field(default_factory=lambda: OPTIMIZERS)
-    """By ``--optimizer``."""
+    """Builders of update rules by value of ``--optimizer``."""
     recipes: Mapping[str, type[Recipe]] = field(default_factory=lambda: RECIPES)
-    """By ``--fp8-recipe``."""
+    """Classes of fp8 recipes by value of ``--fp8-recipe``."""
     engines: Mapping[str, Engine] = field(default_factory=lambda: ENGINES)
-    """By ``--data-parallel-sharding-strategy``."""
+    """Data-parallel engines by value of ``--data-parallel-sharding-strategy``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class Run:
     chunks: Sequence[TrainableModel]
     """Model chunks of this rank, in forward order; one without interleaving."""
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
     streams: RngStreams
     precision: Precision
     pipeline: Pipeline
@@ -149,7 +149,7 @@ class Run:
     datasets: Datasets
     tokenizer: Tokenizer | None
     objective: Objective
-    """What the run minimizes over the results of its model."""
+    """Losses that the run minimizes over the results of its model."""
     frozen: FrozenModel | None = None
     """Reference or teacher model of the objective; None if the objective has none, or if the
     results of that model are stored."""
@@ -304,10 +304,10 @@ def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> Non
     if ctx.device.type != "cuda":
         return
     config = plan.config
-    wanted = optional_kernels(
+    candidates = optional_kernels(
         *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
     )
-    agree_on_kernels(wanted, ctx.device, ctx.world)
+    agree_on_kernels(candidates, ctx.device, ctx.world)
     _warn_of_plain_blocks(plan, ctx)
 
 

@@ -202,7 +202,7 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
         "train a T5 on spans cut out of texts", T5_FAMILY, T5TrainConfig, VerifiedT5Config
     ),
 }
-"""Training commands by name; mamba trains a GPT whose layers are Mamba-2."""
+"""Training commands by name; mamba trains a GPT with Mamba-2 layers."""
 
 
 @cache
@@ -266,7 +266,7 @@ def compose(
     """Build a config from a flat table; fields that it lacks keep their defaults.
 
     Raises:
-        ValueError: for a name that no part owns, and from the parts' names checks.
+        ValueError: for a name that no part owns, and from the checks of the parts.
     """
     known = field_types(config_type)
     values = {**values, **DATA_OPTIONS.get(values.get("objective", ""), {})}

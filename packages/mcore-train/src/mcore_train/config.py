@@ -421,7 +421,7 @@ class SampleConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig(Options):
-    """Where and when checkpoints are written."""
+    """Folder, interval and form of checkpoints."""
 
     save: str = ""
     """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
@@ -473,7 +473,7 @@ class LoadConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig(Options):
-    """What is reported, where, and how often."""
+    """Reports, loggers and measurements of a run."""
 
     log_interval: int = option(100, minimum=1)
     """Steps between log lines; the first step always has one."""

@@ -188,9 +188,9 @@ def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: in
 
 def _cap_bytes(text: str) -> float:
     """Return the bytes of --pipeline-memory-cap: GiB, or 90 % of a GPU's memory by its name."""
-    known = GPU_GIB.get(text.lower().replace("_", "-"))
+    gpu_gib = GPU_GIB.get(text.lower().replace("_", "-"))
     try:
-        gib = USABLE * known if known else float(text or "inf")
+        gib = USABLE * gpu_gib if gpu_gib else float(text or "inf")
     except ValueError:
         gib = 0.0
     if gib <= 0:

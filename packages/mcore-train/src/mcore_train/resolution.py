@@ -67,7 +67,7 @@ class Plan:
     schedule: LRSchedule
     """Learning rate and weight decay."""
     dtype: Dtype
-    """Of parameters and activations."""
+    """Format of parameters and activations."""
 
     def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.
@@ -145,8 +145,8 @@ def build_plan(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY
 def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
     """Build the tokenizer of a config; None if the config names none."""
     options = config.tokenizer
-    named = options.tokenizer_model or options.vocab_file
-    if not named and options.tokenizer_type == "HuggingFaceTokenizer":
+    source = options.tokenizer_model or options.vocab_file
+    if not source and options.tokenizer_type == "HuggingFaceTokenizer":
         return None
     return build_tokenizer(options)
 

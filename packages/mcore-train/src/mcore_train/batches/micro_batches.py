@@ -237,9 +237,9 @@ def _check(batch: Batch, run: Run) -> None:
         expected = (options.micro_batch_size, *row)
         shape = tuple(batch[name].shape) if name in batch else None
         if shape is None or shape[: len(expected)] != expected:
-            found = f"of shape {shape}" if shape else "missing"
+            fault = f"of shape {shape}" if shape else "missing"
             flags = ["--micro-batch-size", *([flag(length)] if length else [])]
             raise ValueError(
-                f"--dataloader-type external: {name} is {found}, and every micro-batch needs "
+                f"--dataloader-type external: {name} is {fault}, and every micro-batch needs "
                 f"it as {expected} ({', '.join(flags)})."
             )

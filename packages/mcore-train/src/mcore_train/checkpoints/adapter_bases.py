@@ -136,7 +136,7 @@ def describe_adapter(run: Run) -> dict[str, Any]:
 
 def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     """Raise ``ValueError`` if a checkpoint's adapters differ from the run's."""
-    saved, here = extra.get(ADAPTER), config_to_dict(plan.config.peft)
+    saved, current = extra.get(ADAPTER), config_to_dict(plan.config.peft)
     if saved is None or plan.config.peft.peft == "none":
         if saved is not None:
             raise ValueError(
@@ -148,7 +148,7 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     saved = {**config_to_dict(PeftConfig()), **saved}
     different = [
         f"{flag(name)} {saved[name]} in the checkpoint, {value} here"
-        for name, value in here.items()
+        for name, value in current.items()
         if name not in _FREE and saved[name] != value
     ]
     if different:
@@ -160,24 +160,24 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
 
 def base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
     """Return the folder of the weights that are not saved; None: all weights are saved."""
-    named = config.loading.pretrained_checkpoint
+    base_path = config.loading.pretrained_checkpoint
     has_adapters = config.peft.peft != "none"
     if folder is not None:
         if not has_adapters:
             return None
         saved = checkpoint_extra(folder).get(ADAPTER)
         if saved is None:
-            return find_checkpoint(named) if named else folder
-        named = named or saved["base"]
-    if not named:
+            return find_checkpoint(base_path) if base_path else folder
+        base_path = base_path or saved["base"]
+    if not base_path:
         return None
-    found = find_checkpoint(named)
-    if found is None:
+    base = find_checkpoint(base_path)
+    if base is None:
         raise ValueError(
-            f"--pretrained-checkpoint {as_path(named)} holds no checkpoint: give the folder of "
-            "the model that the run begins from."
+            f"--pretrained-checkpoint {as_path(base_path)} holds no checkpoint: give the "
+            "folder of the model that the run begins from."
         )
-    return found
+    return base
 
 
 def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
@@ -194,7 +194,7 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
             f"{folder} --output DIR --num-experts {experts}), and load that, or leave "
             "--num-experts out."
         )
-    # Fields of a part that is off change nothing, whatever was saved of them.
+    # Fields of a part that is off are ignored.
     idle = idle_options(flat(plan.config), map(type, parts(plan.config)))
     different = []
     has_same_depth = saved["config"].get("num_layers") == plan.config.model.num_layers

@@ -106,8 +106,12 @@ def _is_same(config: TrainConfig, tokenizer: Tokenizer, origin: Path) -> bool:
     """Whether a run's tokenizer is the one in a folder, which may be in an object store."""
     from mcore_ckpt.formats.hf_folder import small_files  # imports torch
 
-    named = config.tokenizer.tokenizer_model
-    if named and not is_store(origin) and Path(named).resolve() == origin.resolve():
+    tokenizer_path = config.tokenizer.tokenizer_model
+    if (
+        tokenizer_path
+        and not is_store(origin)
+        and Path(tokenizer_path).resolve() == origin.resolve()
+    ):
         return True
     with tempfile.TemporaryDirectory() as copy:
         if is_store(origin):

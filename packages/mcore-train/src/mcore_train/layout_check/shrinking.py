@@ -117,8 +117,9 @@ class Shrinking:
             first = model.num_layers - shared
             chosen["num_kv_shared_layers"] = sum(i >= first for i in self.flat_layers)
         if isinstance(model, T5Config):
-            kept = [layer < encoder_layers(model) for layer in self.flat_layers]
-            depths = {"encoder_num_layers": sum(kept), "decoder_num_layers": kept.count(False)}
+            in_encoder = [layer < encoder_layers(model) for layer in self.flat_layers]
+            num_encoder, num_decoder = sum(in_encoder), in_encoder.count(False)
+            depths = {"encoder_num_layers": num_encoder, "decoder_num_layers": num_decoder}
             chosen |= {"num_layers": 1, **depths}
         if letters := pattern_layers(model.hybrid_override_pattern):
             further = "/" + further_letters(model.hybrid_override_pattern)
@@ -126,8 +127,8 @@ class Shrinking:
             chosen["hybrid_override_pattern"] = pattern + further * chosen["mtp_num_layers"]
         if experts.num_experts:
             has_experts = moe_layers(experts, model.num_layers)
-            kept = [int(has_experts[i]) for i in self.flat_layers]
-            chosen["moe_layer_freq"] = "1" if all(kept) else str(kept).replace(" ", "")
+            freq = [int(has_experts[i]) for i in self.flat_layers]
+            chosen["moe_layer_freq"] = "1" if all(freq) else str(freq).replace(" ", "")
         return chosen
 
     def stages(self) -> dict[str, Any]:
@@ -203,9 +204,11 @@ class Shrinking:
         model, tp, cp = self.model, self.tp, self.cp
         if not model.hybrid_override_pattern:
             return {}
-        wanted = mamba_relations(model.mamba_num_groups, self.before)
+        real_relations = mamba_relations(model.mamba_num_groups, self.before)
         fitting = [n for n in range(1, 2 * tp * cp + 1) if n % tp == 0 or tp % n == 0]
-        groups = min(fitting, key=lambda n: (mamba_relations(n, self.layout) != wanted, n))
+        groups = min(
+            fitting, key=lambda n: (mamba_relations(n, self.layout) != real_relations, n)
+        )
         real = mamba_sizes(model)
         shared_keys = model.linear_num_value_heads > model.linear_num_key_heads
         return {
@@ -222,8 +225,10 @@ class Shrinking:
             return {}
         pattern = self.model.hybrid_override_pattern
         letters = pattern_layers(pattern)
-        kept = [letters[i] for i in self.flat_layers] if letters else []
-        if letters and not any("E" in kind for kind in (*kept, further_letters(pattern))):
+        kept_letters = [letters[i] for i in self.flat_layers] if letters else []
+        if letters and not any(
+            "E" in kind for kind in (*kept_letters, further_letters(pattern))
+        ):
             return {"num_experts": 0}  # none of the layers that stay
         ep = self.layout.expert_model_parallel_size
         per_rank = experts.num_experts // self.before.expert_model_parallel_size
@@ -386,7 +391,9 @@ class Shrinking:
     def _fewest_heads(self) -> tuple[int, int]:
         """Choose the fewest heads and key/value heads that divide as the real ones do."""
         model, tp, cp = self.model, self.tp, self.cp
-        wanted = head_relations(model.num_attention_heads, num_kv_heads(model), self.before)
+        real_relations = head_relations(
+            model.num_attention_heads, num_kv_heads(model), self.before
+        )
         candidates = sorted(
             (kept * per_group, kept)
             for kept in range(1, 4 * tp * cp + 1)
@@ -396,7 +403,9 @@ class Shrinking:
 
         def unlike(heads: int, groups: int) -> tuple[bool, int]:
             relations = head_relations(heads, groups, self.layout)
-            missed = [name for name in wanted if relations.get(name) != wanted[name]]
+            missed = [
+                name for name in real_relations if relations.get(name) != real_relations[name]
+            ]
             return "query heads over context ranks" in missed, len(missed)
 
         return min(candidates, key=lambda pair: (*unlike(*pair), *pair))
@@ -442,22 +451,22 @@ class Shrinking:
         number, before = self.plan.num_microbatches, self.before.pipeline_model_parallel_size
         pp, group = self.pp, self._group_size()
         if pp == 1:
-            kept = min(number, 2)
+            count = min(number, 2)
         elif group:
-            kept = 2 * group
+            count = 2 * group
         elif number % before == 0:
-            kept = pp if number == before or pp > 2 else 2 * pp
+            count = pp if number == before or pp > 2 else 2 * pp
         else:
-            kept = min(number, pp + 1)
+            count = min(number, pp + 1)
         options = self.config.pipeline
         if options.pipeline_schedule == "dualpipev" or options.overlap_moe_expert_parallel_comm:
-            kept = max(kept, min(number, 2 * pp))
-        return kept
+            count = max(count, min(number, 2 * pp))
+        return count
 
     def _group_size(self) -> int:
         """Return micro-batches of an interleaved group: 0, or pipeline ranks plus one."""
-        given = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
-        return 0 if given in (0, self.before.pipeline_model_parallel_size) else self.pp + 1
+        group_size = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
+        return 0 if group_size in (0, self.before.pipeline_model_parallel_size) else self.pp + 1
 
 
 def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
@@ -505,13 +514,13 @@ def _choose_layers(plan: Plan, stage: Stage, count: int, before: list[int]) -> l
     small = replace(model, **skips, rope_skip_freq=_rope_skip_freq(model))
     while len(chosen) < min(count, len(layers)):
         position = len(before) + len(chosen)
-        wanted = is_local(small, position), is_rotated(small, position)
+        small_kind = is_local(small, position), is_rotated(small, position)
         here, earlier = ({kinds[layer] for layer in some} for some in (chosen, before))
         chosen.append(
             min(
                 (layer for layer in layers if layer not in chosen),
                 key=lambda layer: (
-                    (is_local(model, layer), is_rotated(model, layer)) != wanted,
+                    (is_local(model, layer), is_rotated(model, layer)) != small_kind,
                     kinds[layer] in here,
                     kinds[layer] in earlier,
                     layer,

@@ -97,9 +97,13 @@ def _shrink_experts(
         shrunk.tensor_model_parallel_size,
         world // shrunk.pipeline_model_parallel_size,
     )
-    given = before.expert_tensor_parallel_size
-    shared_degree = tp if given == before.tensor_model_parallel_size else gcd(given, outside)
-    expert_tp = shared_degree if given else 0
+    real_expert_tp = before.expert_tensor_parallel_size
+    shared_degree = (
+        tp
+        if real_expert_tp == before.tensor_model_parallel_size
+        else gcd(real_expert_tp, outside)
+    )
+    expert_tp = shared_degree if real_expert_tp else 0
     room = outside // (expert_tp or tp)
     data_ranks = outside // tp
     instances = gcd(before.num_distributed_optimizer_instances, data_ranks, room)

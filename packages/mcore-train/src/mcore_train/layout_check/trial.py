@@ -190,8 +190,8 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> None:
-        found = gather_logical(run.data_parallel.grad_shards(), ctx.world)
-        gradients.update({name: gradient * unscale for name, gradient in found.items()})
+        summed = gather_logical(run.data_parallel.grad_shards(), ctx.world)
+        gradients.update({name: gradient * unscale for name, gradient in summed.items()})
 
     if run.recorder is not None:
         backward(run, first)  # warm-up, so that the compared step replays the graph
@@ -248,9 +248,9 @@ def _continue(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path
 ) -> str:
     """Resume a checkpoint in a run of another seed; return the fingerprint at the end."""
-    other = replace(plan.config.run, seed=plan.config.run.seed + 7)
+    other_run = replace(plan.config.run, seed=plan.config.run.seed + 7)
     run = build_run(
-        replace(plan, config=replace(plan.config, run=other)), ctx, rows, dtype=dtype
+        replace(plan, config=replace(plan.config, run=other_run)), ctx, rows, dtype=dtype
     )
     run = load_folder(replace(run, plan=plan), folder)
     batches = train_batches(run)
@@ -361,8 +361,8 @@ def save_start(
         save_run(build_run(replace(plan, config=plain), ctx, rows, dtype=dtype))
     if kind == "weights":
         return start
-    other = replace(plan, config=replace(config, run=run))
-    trained = build_run(other, ctx, rows, dtype=dtype)
+    other_plan = replace(plan, config=replace(config, run=run))
+    trained = build_run(other_plan, ctx, rows, dtype=dtype)
     trained = replace(trained, plan=replace(plan, config=replace(config, saving=steps)))
     if config.peft.peft != "none":
         trained = load_start(trained, start)

@@ -251,8 +251,8 @@ def alone(plan: Plan) -> Plan:
         batch=replace(config.batch, global_batch_size=plan.global_batch_size),
         run=replace(config.run, cuda_graph_impl="none", cuda_graph_warmup_steps=3),
     )
-    lone = resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
-    return replace(lone, train_iters=plan.train_iters)
+    lone_plan = resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
+    return replace(lone_plan, train_iters=plan.train_iters)
 
 
 def shared_options(plan: Plan, small: SmallRun) -> str:
@@ -312,14 +312,16 @@ def _compare(
         lines.append(_reread(exact, oracle_plan, single, folder / "exact", torch.float64))
         few_bits = bool(plan.config.fp8.fp8_format or plan.config.experts.moe_dispatch_dtype)
         lone_plan = replace(alone(plan), train_iters=1 + (small.start == "run"))
-        lone = [run_trial(lone_plan, single, rows, dtype=dtype, start=starts[1])]
+        lone_trials = [run_trial(lone_plan, single, rows, dtype=dtype, start=starts[1])]
         # A single run of one rank may happen to have few numbers near a rounding border.
         for seed in range(1, 1 + NUM_NUDGED * few_bits):
             nudged = run_trial(
                 lone_plan, single, rows, dtype=dtype, nudge_seed=seed, start=starts[1]
             )
-            lone.append(nudged)
-        rounded_lines = compare_rounded(rounded, lone, oracle, BANDS[dtype], few_bits=few_bits)
+            lone_trials.append(nudged)
+        rounded_lines = compare_rounded(
+            rounded, lone_trials, oracle, BANDS[dtype], few_bits=few_bits
+        )
         rounded_lines.append(_reread(rounded, alone(plan), single, folder / "rounded", dtype))
         lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in rounded_lines]
         certificate = Certificate(

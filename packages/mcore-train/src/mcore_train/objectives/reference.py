@@ -81,22 +81,22 @@ def reference_folder(config: TrainConfig) -> Path | None:
         ValueError: if the options name none, or the folder holds no checkpoint.
     """
     options, loading = config.objective, config.loading
-    named = options.reference_model
-    if not named and config.peft.peft != "none":
+    model_path = options.reference_model
+    if not model_path and config.peft.peft != "none":
         return None
-    if not named:
-        named = loading.pretrained_checkpoint or (loading.load if loading.finetune else "")
-        if not named:
+    if not model_path:
+        model_path = loading.pretrained_checkpoint or (loading.load if loading.finetune else "")
+        if not model_path:
             raise ValueError(
                 f"--objective {options.objective} compares with a frozen model: give its "
                 "folder by --reference-model, or start the run from it by --load with "
                 "--finetune or by --pretrained-checkpoint."
             )
-    folder = find_checkpoint(named)
+    folder = find_checkpoint(model_path)
     if folder is None:
         raise ValueError(
-            f"--reference-model {named} holds no checkpoint: give a run folder or a Hugging "
-            "Face folder."
+            f"--reference-model {model_path} holds no checkpoint: give a run folder or a "
+            "Hugging Face folder."
         )
     return folder
 

@@ -167,9 +167,9 @@ def chosen_system(options: PlanConfig) -> System:
     if options.nodes_of:
         system = replace(system, gpus_per_node=options.nodes_of)
     if options.interconnect:
-        known = INTERCONNECTS.get(options.interconnect.lower())
+        preset_gb_s = INTERCONNECTS.get(options.interconnect.lower())
         try:
-            speed = known or float(options.interconnect)
+            speed = preset_gb_s or float(options.interconnect)
         except ValueError:
             raise ValueError(
                 f"--interconnect {options.interconnect} is not known: use "

@@ -427,13 +427,13 @@ def _add_attention(
     queries = model.num_attention_heads * channels / tp * 2 * tokens.own
     kind, stride = parallel.cp_comm_type or "p2p", tp
     if kind == "all_gather":
-        one = system.collective_s("all_gather", keys, cp, stride)
-        work[FORWARD]["cp"] += one
-        work[INPUT]["cp"] += one + 2 * one  # gathered again; gradients in float32
+        exchange_s = system.collective_s("all_gather", keys, cp, stride)
+        work[FORWARD]["cp"] += exchange_s
+        work[INPUT]["cp"] += exchange_s + 2 * exchange_s  # gathered again; gradients in float32
     elif kind == "a2a":
-        one = system.collective_s("all_to_all", queries + keys / cp, cp, stride)
-        work[FORWARD]["cp"] += one
-        work[INPUT]["cp"] += one
+        exchange_s = system.collective_s("all_to_all", queries + keys / cp, cp, stride)
+        work[FORWARD]["cp"] += exchange_s
+        work[INPUT]["cp"] += exchange_s
         work[FORWARD]["other kernels"] += system.move_s(2 * queries)
     else:
         inner = parallel.hierarchical_context_parallel_sizes[0] if kind == "a2a+p2p" else 1
@@ -446,9 +446,9 @@ def _add_attention(
             merged = 8 * queries / 2 * (ring - 1)
             work[action]["other kernels"] += system.move_s(merged)
         if inner > 1:
-            one = system.collective_s("all_to_all", queries + keys / cp, inner, stride)
-            work[FORWARD]["cp"] += one
-            work[INPUT]["cp"] += one
+            exchange_s = system.collective_s("all_to_all", queries + keys / cp, inner, stride)
+            work[FORWARD]["cp"] += exchange_s
+            work[INPUT]["cp"] += exchange_s
 
 
 def _is_bidirectional(config: TrainConfig) -> bool:

@@ -217,12 +217,12 @@ def _layouts(
     found: Search,
 ) -> Iterator[TrainConfig]:
     """Yield configs with the possible degrees; count impossible degrees in ``found``."""
-    given = config.parallelism
+    requested = config.parallelism
     powers = [2**n for n in range(14) if 2**n <= world_size]
     degrees = sorted({*powers, *(3 * n for n in powers), world_size})
 
     def choices(name: str, values: list[int]) -> list[int]:
-        return [getattr(given, name)] if name in pinned else values
+        return [getattr(requested, name)] if name in pinned else values
 
     experts, layers = config.experts.num_experts, family.num_layers(config.model)
     long = config.batch.seq_length > 8192
@@ -253,7 +253,7 @@ def _layouts(
         for ep, etp in product(eps, etps):
             if (ep > 1 and (world_size // pp) % (ep * (etp or tp))) or (etp and tp == 1):
                 continue
-            parallel = _with_degrees(given, tp, pp, cp, ep, etp, pinned)
+            parallel = _with_degrees(requested, tp, pp, cp, ep, etp, pinned)
             problems = family.layout_problems(
                 config.model, parallel, config.experts, config.batch.seq_length
             )
@@ -397,11 +397,11 @@ def _context_kinds(config: TrainConfig, pinned: Sequence[str]) -> list[dict[str,
 
 def _shardings(config: TrainConfig, ranks: int, pinned: Sequence[str]) -> list[dict[str, Any]]:
     names = {"use_distributed_optimizer", "use_torch_fsdp2", "data_parallel_sharding_strategy"}
-    given = config.data_parallelism
+    requested = config.data_parallelism
     if ranks == 1 or names & set(pinned):
         return [{}]
     zero1 = replace(
-        given,
+        requested,
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
@@ -411,7 +411,8 @@ def _shardings(config: TrainConfig, ranks: int, pinned: Sequence[str]) -> list[d
     if parallel.pipeline_model_parallel_size == parallel.expert_model_parallel_size == 1:
         shardings += [
             DataParallelConfig(
-                data_parallel_sharding_strategy=name, main_grads_dtype=given.main_grads_dtype
+                data_parallel_sharding_strategy=name,
+                main_grads_dtype=requested.main_grads_dtype,
             )
             for name in ("optim_grads", "optim_grads_params")
         ]
@@ -502,13 +503,13 @@ def _recomputing(
 
 
 def _offloads(config: TrainConfig, pinned: Sequence[str]) -> list[OffloadConfig]:
-    given = config.offloading
+    requested = config.offloading
     if "optimizer_cpu_offload" in pinned:
-        return [given]
+        return [requested]
     return [
-        given,
-        replace(given, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
-        replace(given, optimizer_cpu_offload=True),
+        requested,
+        replace(requested, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+        replace(requested, optimizer_cpu_offload=True),
     ]
 
 

@@ -178,8 +178,8 @@ def _tokens(config: TrainConfig, stack: str) -> Tokens:
     length = batch.seq_length
     if stack == "decoder" and is_t5(config):
         length = batch.decoder_seq_length  # pyrefly: ignore
-    own = batch.micro_batch_size * length // config.parallelism.context_parallel_size
-    return Tokens(batch.micro_batch_size, length, own)
+    num_tokens = batch.micro_batch_size * length // config.parallelism.context_parallel_size
+    return Tokens(batch.micro_batch_size, length, num_tokens)
 
 
 def _seconds(parts: Parts) -> float:

@@ -278,10 +278,10 @@ def find_system(name: str) -> System:
     Raises:
         ValueError: if there are none of that name.
     """
-    found = SYSTEMS.get(name.lower().replace("_", "-"))
-    if found is None:
+    system = SYSTEMS.get(name.lower().replace("_", "-"))
+    if system is None:
         raise ValueError(
             f"--gpu {name} has no constants: use {', '.join(SYSTEMS)}, or --system FILE, as "
             "mcore-train plan --calibrate writes it on a host with that GPU."
         )
-    return found
+    return system
