@@ -810,8 +810,8 @@ class SpikeConfig(Options):
     spike_window: int = option(
         128, minimum=16, part_of={"spike_policy": ("skip", "rewind", "stop")}, shrinks_to=16
     )
-    """Number of last steps with which a step is compared. In the first steps of a run, only
-    numbers that are not finite are spikes. A spike enters the window with the limit that it
+    """Number of last steps with which a step is compared; before so many steps, only numbers
+    that are not finite are spikes. A spike enters the window with the limit that it
     exceeded."""
     spike_limit: int = option(10, minimum=1, part_of={"spike_policy": ("skip", "rewind")})
     """Spikes within --spike-window steps that end the run, since so many have another cause

@@ -97,9 +97,8 @@ def predict_gain(
         ValueError: if the changed options conflict.
     """
     batch = config.batch
-    if (
-        not batch.global_batch_size
-    ):  # keep the derived size: a change may touch what it is derived from
+    # Keep a derived batch size, since a change may touch the options that it follows from.
+    if not batch.global_batch_size:
         derived = batch.micro_batch_size * _data_ranks(config, world_size)
         changes = {"global_batch_size": derived, **changes}
     table = {**flat(config), **changes}
