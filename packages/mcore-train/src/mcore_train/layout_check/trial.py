@@ -85,7 +85,7 @@ def build_run(
     tables: Tables | None = None,
     nudge_seed: int = 0,
 ) -> Run:
-    """Assemble a run on this rank, with noise on vectors and adapters, which could hide faults.
+    """Assemble a run on this rank; noise replaces zeros and ones, which would hide faults.
 
     Args:
         plan: of a small run.

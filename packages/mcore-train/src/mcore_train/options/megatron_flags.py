@@ -266,10 +266,8 @@ class _Setters:
         meaning = " ".join([flag, *values])
         is_own = written == flag
         shown = meaning if is_own else f"{written} ({meaning})"
-        self.setters_by_option.setdefault(option, {})[option if is_own else written] = (
-            meaning,
-            shown,
-        )
+        setters = self.setters_by_option.setdefault(option, {})
+        setters[option if is_own else written] = meaning, shown
 
     def add_all(self, written: str, words: Sequence[str], after: Sequence[str] = ()) -> None:
         """Record all flags in ``words``; the last one gets ``after`` if it has no values."""

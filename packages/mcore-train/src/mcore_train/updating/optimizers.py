@@ -46,7 +46,8 @@ def build_optimizer(
     offload = config.offloading
     rule = rules[config.optimizer.optimizer](config)
     groups = ParameterGroups(config, rule)
-    # Each rank checks its own memory and drive, so one rank alone may fail.
+    # Each rank checks its own memory and drive, after the exchanges about matrices, so one rank
+    # alone may fail here.
     with raise_on_all_ranks(ctx.world):
         return DistributedOptimizer(
             data_parallel,

@@ -86,7 +86,7 @@ class RecentSteps:
         return {"values": self._values.tolist(), "num_added": int(self._num_added)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Set the state from a checkpoint; from a longer window, the newest steps."""
+        """Set the state from a checkpoint; with another window, the newest steps that fit."""
         values = torch.tensor(state["values"], dtype=torch.float64)
         size, stored = len(self._places), values.shape[1]
         num_kept = min(size, stored, state["num_added"])
