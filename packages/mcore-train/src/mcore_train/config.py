@@ -129,7 +129,7 @@ class T5BatchConfig(BatchConfig):
 
 
 _SCALED = (When("is_scaled", bool, "--fp16"),)
-_FIXED = {"loss_scale": Because("which stays")}
+_FIXED = {"loss_scale": Because("which fixes the scale")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -637,7 +637,7 @@ class RunConfig(Options):
         False,
         excludes={
             "attention_backend": Because(
-                "whose backward adds in any order",
+                "whose backward sums in a varying order",
                 "fused",
                 instead="use flash4, flash or unfused",
             )
@@ -653,7 +653,7 @@ class RunConfig(Options):
     cuda_graph_impl: Literal["none", "full_iteration", "local"] = option(
         "none",
         excludes={
-            "cpu_offloading": Because("whose copies the host orders"),
+            "cpu_offloading": Because("whose copies the host schedules"),
             "moe_router_load_balancing_type": Because(
                 "as no graph can record rounds that the host waits for", "sinkhorn"
             ),
