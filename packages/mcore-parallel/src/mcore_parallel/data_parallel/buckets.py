@@ -161,7 +161,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.params.dtype
 
     @property

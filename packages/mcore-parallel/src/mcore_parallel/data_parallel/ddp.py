@@ -144,13 +144,13 @@ class DataParallel(GradientSync):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without sums over data ranks, within the ``with`` block."""
-        before = self._is_syncing, self._is_syncing_weights
+        previous = self._is_syncing, self._is_syncing_weights
         self._is_syncing = [False] * len(self._is_syncing)
         self._is_syncing_weights = [False] * len(self._is_syncing)
         try:
             yield
         finally:
-            self._is_syncing, self._is_syncing_weights = before
+            self._is_syncing, self._is_syncing_weights = previous
 
     def start_sync(self, chunk: int) -> None:
         """Reduce one chunk's buckets during the chunk's next backward, which is its last.

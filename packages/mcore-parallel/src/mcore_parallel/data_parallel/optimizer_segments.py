@@ -35,7 +35,7 @@ class Segment:
     weights: Tensor
     """Weights of the model: ``main`` in the model's dtype, or ``main`` itself."""
     on_host: bool
-    """Whether moments, and main weights apart from the weights, are in host memory."""
+    """Whether moments, and main weights if separate from the weights, are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,12 @@ class ShardingWaits:
 
     def _after_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._close()
-        before, self._inputs = self._inputs, []
-        if not before:
+        old_inputs, self._inputs = self._inputs, []
+        if not old_inputs:
             return
         # fully_shard has replaced inputs by outputs of its autograd node, whose backward
         # reduce-scatters the gradients: the span covers that backward.
-        pairs = zip(before, tree_leaves((args, kwargs)), strict=True)
+        pairs = zip(old_inputs, tree_leaves((args, kwargs)), strict=True)
         nodes = {new.grad_fn for old, new in pairs if new is not old}
         for node in nodes:
             node.register_prehook(self._open)

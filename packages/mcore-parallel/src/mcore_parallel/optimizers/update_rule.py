@@ -169,7 +169,7 @@ def unless_applied(
         yield
         return
     unique = {tensor.data_ptr(): tensor for tensor in tensors}
-    before = [(tensor, tensor.clone()) for tensor in unique.values()]
+    originals = [(tensor, tensor.clone()) for tensor in unique.values()]
     yield
-    for tensor, copy in before:
+    for tensor, copy in originals:
         torch.where(is_applied, tensor, copy, out=tensor)
