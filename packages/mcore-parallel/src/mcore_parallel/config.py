@@ -20,9 +20,9 @@ def _wrong_context_levels(values: Any) -> str:
     fits = len(sizes) == 2 and min(sizes) > 1 and sizes[0] * sizes[1] == cp
     if values.cp_comm_type != "a2a+p2p" or fits:
         return ""
-    given = " ".join(map(str, sizes)) or "is not given"
+    sizes_text = " ".join(map(str, sizes)) or "is not given"
     return (
-        f"--hierarchical-context-parallel-sizes {given}: --cp-comm-type a2a+p2p takes two "
+        f"--hierarchical-context-parallel-sizes {sizes_text}: --cp-comm-type a2a+p2p takes two "
         f"sizes of 2 or more whose product is --context-parallel-size {cp}, such as 2 "
         f"{max(2, cp // 2)}."
     )
