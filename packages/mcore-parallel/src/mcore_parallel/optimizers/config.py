@@ -70,7 +70,7 @@ class ScheduleFreeConfig(Options):
     part_of: ClassVar = {"optimizer": "schedule_free"}
 
     schedule_free_beta1: float = option(0.9, above=0, below=1)
-    """Share of the averaged weights in those that gradients are computed at; above 0."""
+    """Share of the averaged weights in the weights at which gradients are computed; above 0."""
 
     schedule_free_beta2: float = option(0.999, minimum=0, below=1)
     """Decay of the mean of squared gradients, 0 to below 1."""
@@ -79,8 +79,8 @@ class ScheduleFreeConfig(Options):
     """Added to the root of the mean square; above 0."""
 
     schedule_free_r: float = option(0.0, minimum=0)
-    """Step t counts in the average about as t to this power; 0: all steps alike. 1 or 2 lets
-    the average forget a long warm-up."""
+    """Power r: step t has a weight of about t^r in the average; 0: equal weights. With 1 or 2
+    the average forgets a long warm-up."""
 
     rules = (
         Rule(
@@ -123,8 +123,8 @@ class MuonConfig(Options):
     unit_rms_norm, sqrt(m / n); shape_scaling, sqrt(max(1, m / n))."""
 
     muon_extra_scale_factor: float = option(1.0, above=0)
-    """Further factor on updates of matrices. 0.2 with spectral gives them the size of those of
-    AdamW, so that a learning rate of AdamW fits both."""
+    """Another factor on updates of matrices. With 0.2 and spectral they are as large as AdamW's
+    updates, so that one learning rate fits both."""
 
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "distributed"
     """How matrices that tensor ranks share are computed: distributed, each whole matrix on one
@@ -238,7 +238,7 @@ class MainWeightsConfig(Options):
                 and v.is_fully_sharded
                 and v.main_grads_dtype == "fp32"
             ),
-            "--main-params-dtype bf16: {sharding} keeps rows of float32, which are the main "
-            "weights: add --main-grads-dtype bf16, with which rows are bf16 too.",
+            "--main-params-dtype bf16: {sharding} keeps float32 rows, which are main weights: "
+            "add --main-grads-dtype bf16, with which rows are bf16 too.",
         ),
     )
