@@ -249,6 +249,8 @@ class MatrixExchange:
         """
         this_chunk, own_rank = self._chunks[chunk], self._stage.rank
         packed, send = [], []
+        # For each owner the boxes that this rank sends; two ranks list a message's boxes in the
+        # same order, since tasks and boxes are built equally on all ranks.
         for rank in self._ranks():
             boxes = [
                 this_chunk.views[task.key, box].of(messages)

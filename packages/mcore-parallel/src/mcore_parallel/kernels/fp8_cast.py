@@ -84,6 +84,7 @@ def _cast(
     COMPILED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    # A word of the transpose is 4 rows of one column, see ``fp8_tiles``.
     word = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (word < num_rows // 4)[:, None] & (column < width)[None, :]

@@ -124,6 +124,7 @@ def _cast_lines(
 ):
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
+    # Offsets of this matrix of the stack in the tops and scales of rows and of columns.
     tall, wide = matrix * num_rows, matrix * width
     x, rows, columns = x + tall * width, rows + tall * width, columns + tall * width
     row, column = down * TILE + tl.arange(0, TILE), across * TILE + tl.arange(0, TILE)
@@ -185,12 +186,14 @@ def _cast_blocks(
     column = across * TILE + tl.arange(0, TILE)
     a, b, c, d = load_quarters(x, word, column, width)
     if HAS_ROWS:
+        # Scales [T, D/128] are stored by columns: block ``across`` has num_rows of them.
         to, row = row_scales + across * num_rows, word * 4
         _store_block_rows(a, row, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(b, row + 1, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(c, row + 2, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(d, row + 3, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
     if HAS_COLUMNS:
+        # The tile has 128 rows, so each of its columns is one block of the transpose.
         tops = widened(tl.max(largest_bits(a, b, c, d), 0), x.dtype.element_ty)
         scale, inverse = power_scales(tops, SMALLEST, IS_E4M3)
         tl.store(column_scales + down * width + column, inverse)
@@ -223,6 +226,7 @@ def _cast_squares(
     word = down * (TILE // 4) + tl.arange(0, TILE // 4)
     column = across * TILE + tl.arange(0, TILE)
     a, b, c, d = load_quarters(x, word, column, width)
+    # The tile is one square: both orders have the same scale.
     top = widened(tl.max(tl.max(largest_bits(a, b, c, d), 0), 0), x.dtype.element_ty)
     scale, inverse = power_scales(top, SMALLEST, IS_E4M3)
     a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale

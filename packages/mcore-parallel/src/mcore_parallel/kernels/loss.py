@@ -49,7 +49,8 @@ def _row_stats(
         top, total = _add_exponentials(top, total, a, b, c, d)
         if PLAIN:
             plain += (_or_zero(a) + _or_zero(b)) + (_or_zero(c) + _or_zero(d))
-    # Combine the lanes: sum over lanes of total * exp(top - peak).
+    # Combine the lanes: sum over lanes of total * exp(top - peak). Without columns (a slice of
+    # padding) the peak is -inf, and 0 in its place keeps the difference from being NaN.
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     label = tl.load(labels + row) - first
