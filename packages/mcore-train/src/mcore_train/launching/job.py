@@ -142,8 +142,8 @@ def build_job(
     for recipe in train.launch.recipe:
         if not _is_inside(container, os.path.normpath(Path(workdir) / recipe)):
             log.warning(
-                "--recipe %s is in none of --container-mounts (%s): the image must have it. Else "
-                "mount its folder and give its path in the container.",
+                "--recipe %s is in none of --container-mounts (%s): the image must have it. "
+                "Else mount its folder and give its path in the container.",
                 *(recipe, ", ".join(container.targets) or "none given"),
             )
     return Job(
