@@ -232,7 +232,7 @@ def test_tensors_that_are_no_adapters_are_refused(tmp_path):
             tensors | {"base_model.model.lm_head.other": torch.zeros(2)},
             "no matrix or magnitude",
         ),
-        ({first: tensors[first]}, "holds half of the adapter"),
+        ({first: tensors[first]}, "is damaged: the adapter of"),
         (
             strange | {n.replace("_A", "_B"): t.clone() for n, t in strange.items()},
             "has an adapter of",

@@ -1,7 +1,7 @@
-"""Agreement between ranks: exchange of JSON, and errors raised on all ranks; no pickle.
+"""Exchange of JSON between ranks without pickle, and errors that are raised on all ranks.
 
-A rank that raises alone leaves the others waiting in their next collective. Work that can fail
-on one rank therefore runs inside ``raise_on_all_ranks``, which ends with an exchange of all
+If one rank raises alone, the others wait in their next collective. Work that can fail on one
+rank therefore runs inside ``raise_on_all_ranks``, which ends with an exchange of all
 ranks' errors.
 """
 
