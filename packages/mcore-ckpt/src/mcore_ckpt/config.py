@@ -25,7 +25,7 @@ class RetentionConfig(Options):
     save_retain_interval: int = option(
         0, minimum=0, needs={"save_retain_last": Because("as all steps are kept")}
     )
-    """Multiples of this number of steps are never deleted; 0: no step is exempt."""
+    """Steps that are multiples of this number are never deleted; 0: no step is exempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

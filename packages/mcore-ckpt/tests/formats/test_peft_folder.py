@@ -204,7 +204,7 @@ def test_targets_are_named_by_what_all_layers_share(tmp_path):
         ({"init_lora_weights": "pissa"}, "which changed the base too"),
         (
             {"base_model_name_or_path": "meta/llama"},
-            "of meta/llama, which is no folder",
+            "of meta/llama, which is not a folder",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_tensors_that_are_no_adapters_are_refused(tmp_path):
     cases = [
         (
             tensors | {"base_model.model.lm_head.other": torch.zeros(2)},
-            "no matrix or magnitude",
+            "neither a matrix or magnitude",
         ),
         ({first: tensors[first]}, "is damaged: the adapter of"),
         (

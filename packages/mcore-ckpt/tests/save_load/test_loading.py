@@ -211,7 +211,7 @@ def test_a_shape_that_its_files_do_not_hold_is_not_walked(step):
         (
             lambda t: t.update(extra={"model": {"config": {"num_layers": 10**12}}}),
             ValueError,
-            "says num_layers=1000000000000, and the checkpoint has",
+            "has num_layers=1000000000000, but the checkpoint has",
         ),
         (lambda t: t.update(version=1), ValueError, "has version 1: this program reads 2"),
         (lambda t: t.update(format="other"), ValueError, "is not an index of the mcore format"),
