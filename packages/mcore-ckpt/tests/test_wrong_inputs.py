@@ -192,7 +192,7 @@ WRONG = {
         1,
         "tokenizer.json is damaged: KeyError('id')",
     ),
-    "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] there"),
+    "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] in the file"),
     "a config that is no object": (
         write("hf/config.json", b"[]"),
         IN,

@@ -198,7 +198,7 @@ def test_targets_are_named_by_what_all_layers_share(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3: only LORA is read"),
+        ({"peft_type": "IA3"}, "with peft_type IA3: give LORA"),
         ({"bias": "all"}, r"has trained biases \(bias\)"),
         ({"target_parameters": ["mlp.up_proj"]}, "has adapters of stacked experts"),
         ({"init_lora_weights": "pissa"}, "which changed the base too"),

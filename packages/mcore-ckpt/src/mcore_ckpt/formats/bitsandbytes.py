@@ -102,8 +102,8 @@ class BitsAndBytesRows:
             is_valid, state = False, {}
         if not is_valid or f"{weight}.absmax" not in entries or weight not in entries:
             raise CheckpointError(
-                f"{name} must state shape, blocksize and dtype, and {weight} and its absmax "
-                "must exist: the folder is damaged."
+                f"{name} is damaged: it must have shape, blocksize and dtype, and {weight} and "
+                "its absmax must exist."
             )
         if prod(entries[weight].shape) != -(-prod(state["shape"]) // 2):
             raise CheckpointError(
