@@ -29,9 +29,7 @@ class ConvertOptions(Options):
     dtype: str = option(
         "",
         excludes={
-            "optimizer": Because(
-                "as main weights and moments belong to the weights as they are"
-            )
+            "optimizer": Because("as main weights and moments belong to the unchanged weights")
         },
     )
     """Cast weights to bf16, fp16 or fp32; empty: keep their dtype."""

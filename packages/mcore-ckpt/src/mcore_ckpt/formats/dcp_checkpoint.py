@@ -44,9 +44,15 @@ def open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     listed = {
         name.removeprefix(prefix): name for name in folder.tensors if name.startswith(prefix)
     }
-    weights = {mine: name for mine, name in listed.items() if not mine.startswith(STATE)}
+    weights = {
+        short_name: name
+        for short_name, name in listed.items()
+        if not short_name.startswith(STATE)
+    }
     located = folder.locate(weights.values())
-    entries = unstacked({mine: located[name] for mine, name in weights.items()}, links)
+    entries = unstacked(
+        {short_name: located[name] for short_name, name in weights.items()}, links
+    )
     tokenizer, _ = small_files(path / "tokenizer")
     _, generation = small_files(path)
     left_behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})

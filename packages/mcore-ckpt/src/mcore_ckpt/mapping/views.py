@@ -42,8 +42,8 @@ class RenamedRows:
             for number, rows in enumerate(link.shares(entry.shape)):
                 name = link.ours[number]
                 self._links[name] = (link, number)
-                mine = (rows, *shape[1:]) if shape else ()
-                self.entries[name] = TensorEntry(mine, entry.dtype, ())
+                logical_shape = (rows, *shape[1:]) if shape else ()
+                self.entries[name] = TensorEntry(logical_shape, entry.dtype, ())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of a logical tensor."""
@@ -74,8 +74,8 @@ class RenamedRows:
         # block, and cut off the rows before ``begin`` and from ``stop`` on.
         low, high = begin // share, -(-stop // share)
         blocks = self._theirs.rows(link.theirs, low * block, high * block)
-        mine = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]
-        return mine.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
+        share_rows = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]
+        return share_rows.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
 
     def _matrix(self, name: str) -> Tensor:
         if self._held[0] != name:

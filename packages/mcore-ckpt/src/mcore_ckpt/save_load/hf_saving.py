@@ -146,7 +146,7 @@ def plan_hf(
                 rest[rank].append(one)
     owners = _owners(links, ours, boxes, len(writes))
     entries: list[list[PlannedTensor]] = [[] for _ in writes]
-    placed: list[tuple[int, int, Move[Write]]] = []
+    positioned_moves: list[tuple[int, int, Move[Write]]] = []
     load = [0] * len(writes)
     for number, (link, owner) in enumerate(zip(links, owners, strict=True)):
         entry = _entry(link, ours)
@@ -155,12 +155,12 @@ def plan_hf(
             size = DTYPE_BYTES[entry.dtype]
             for source, box in boxes.get(name, []):
                 move = Move(source, owner, prod(box[1]) * size, Write(_PREFIX + name, box))
-                placed.append((load[owner], number, move))
+                positioned_moves.append((load[owner], number, move))
         load[owner] += entry.num_bytes
     for mine in entries:
         mine.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])
     # Sorted by position in the owner's file, so that all owners receive in every round.
-    moves = [move for _, _, move in sorted(placed, key=lambda one: one[:2])]
+    moves = [move for _, _, move in sorted(positioned_moves, key=lambda one: one[:2])]
     return HFPlan(entries, moves, rest, _names(entries))
 
 

@@ -147,12 +147,12 @@ class LocalSaver:
                 f"{self._files.folder} holds no local checkpoint that is complete on all "
                 "ranks: load a checkpoint of --save instead."
             )
-        mine = _State.of(shards, {})
-        state = self._fetch(newest, mine)
+        own_state = _State.of(shards, {})
+        state = self._fetch(newest, own_state)
         with raise_on_all_ranks(self._world):
-            mine.check_same(state.keys)
-            if state is not mine:
-                for target, source in zip(mine.tensors, state.tensors, strict=True):
+            own_state.check_same(state.keys)
+            if state is not own_state:
+                for target, source in zip(own_state.tensors, state.tensors, strict=True):
                     target.copy_(source)
         duration_s = time.monotonic() - started_s
         log.info("read local step %s from %s in %.1f s", newest, self._files.folder, duration_s)

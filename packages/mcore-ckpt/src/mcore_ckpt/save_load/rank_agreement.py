@@ -51,8 +51,8 @@ def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]
     """Start ``any_rank``; the returned function waits for its result."""
     if axis.size == 1:
         return lambda: list(flags)
-    mine = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
-    answers = start_all_reduce(mine, axis)
+    own_flags = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
+    answers = start_all_reduce(own_flags, axis)
     return lambda: [count > 0 for count in wait(answers).tolist()]
 
 

@@ -81,8 +81,8 @@ class WeightTransfer:
         Shards that ``run`` gets later must have the same boxes and dtypes.
         """
         with raise_on_all_ranks(world):
-            mine = [build_claims(source), build_claims(target)]
-        texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
+            own_claims = [build_claims(source), build_claims(target)]
+        texts = [{name: claim.to_json() for name, claim in one.items()} for one in own_claims]
         held: list[Claims] = []
         wanted: list[Claims] = []
         for answer in gather_json(texts, world):
@@ -185,9 +185,9 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
     for one in held:
         for name, claim in one.items():
             shapes[name] = claim.shape
-            mine = boxes.setdefault(name, {})
+            holders_of_box = boxes.setdefault(name, {})
             if claim.owner:
-                mine |= {box: mine.get(box, []) for box in claim.boxes}
+                holders_of_box |= {box: holders_of_box.get(box, []) for box in claim.boxes}
     for rank, one in enumerate(held):
         for name, claim in one.items():
             for box in dict.fromkeys(claim.boxes):
@@ -195,8 +195,8 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
                     boxes[name][box].append(rank)
     problems = [
         f"{name}: {text}"
-        for name, mine in boxes.items()
-        for text in cover_problems(shapes[name], list(mine))
+        for name, holders_of_box in boxes.items()
+        for text in cover_problems(shapes[name], list(holders_of_box))
     ]
     if problems:
         raise ValueError("cannot transfer weights: " + listed(problems))

@@ -13,7 +13,7 @@ _BASE = "rope_local_base_freq"
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers does not cap this family's scores, whatever the value of the field.
+    # transformers ignores the field in this family and does not cap scores.
     normalized = {**config, "attn_logit_softcapping": None}
     nested = config.get("rope_parameters") or {}
     if not {FULL, LOCAL} & nested.keys():

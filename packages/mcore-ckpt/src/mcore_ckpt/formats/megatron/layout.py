@@ -221,10 +221,12 @@ def _stages(
         chunks = ranks[stage * sizes.tp]
         for end in ends:
             first = -1 if not stages else layer
-            mine = [w for w in weights if first <= w.layer < (1 << 31 if is_last else end)]
-            mine += copies if is_last else []
-            if chunk < len(chunks) and _fill(chunks[chunk], mine, 0, sizes.tp, {}):
-                stages[chunk, stage], layer = mine, end
+            chunk_weights = [
+                w for w in weights if first <= w.layer < (1 << 31 if is_last else end)
+            ]
+            chunk_weights += copies if is_last else []
+            if chunk < len(chunks) and _fill(chunks[chunk], chunk_weights, 0, sizes.tp, {}):
+                stages[chunk, stage], layer = chunk_weights, end
                 break
         else:
             return None
@@ -242,13 +244,15 @@ def _fill(
     if {w.dtype for w in weights} != buffers.keys():
         return False
     for dtype, buckets in buffers.items():
-        mine = [w for w in reversed(weights) if w.dtype == dtype]
-        boxes = [w.boxes(rank, count) for w in mine]
-        sizes = [sum(prod(lengths) for _, lengths in one) for one in boxes]
+        buffer_weights = [w for w in reversed(weights) if w.dtype == dtype]
+        boxes = [w.boxes(rank, count) for w in buffer_weights]
+        sizes = [sum(prod(lengths) for _, lengths in boxes_of_one) for boxes_of_one in boxes]
         starts = bucket_starts(sizes, [bucket.size for bucket in buckets])
         if starts is None or not all(boxes):
             return False
-        for weight, boxes_of_weight, (number, start) in zip(mine, boxes, starts, strict=True):
+        for weight, boxes_of_weight, (number, start) in zip(
+            buffer_weights, boxes, starts, strict=True
+        ):
             pieces = pieces_of.setdefault(weight.name, [])
             # Replicated boxes are taken from the first rank.
             if boxes_of_weight not in [piece.boxes for piece in pieces]:

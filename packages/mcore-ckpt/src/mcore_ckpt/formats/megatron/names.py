@@ -100,10 +100,13 @@ def table(
     count = setting(description, "num_layers")
     dense = tuple(layer for layer in range(count) if layer not in sparse)
     is_fused = transformer_impl == "transformer_engine"
-    fused, own = f"{prefix}mlp.linear_fc1.layer_norm_", f"{prefix}pre_mlp_layernorm."
+    fused_norm, separate_norm = (
+        f"{prefix}mlp.linear_fc1.layer_norm_",
+        f"{prefix}pre_mlp_layernorm.",
+    )
     # Local layers have one name for the norm before either kind of network.
-    dense_norm = own if is_latent and not is_fused else fused
-    sparse_norm = own if is_latent or is_fused else fused
+    dense_norm = separate_norm if is_latent and not is_fused else fused_norm
+    sparse_norm = separate_norm if is_latent or is_fused else fused_norm
     attention = (
         latent_rules(description, prefix, index, is_fused=is_fused)
         if is_latent
@@ -157,8 +160,8 @@ def _around(
         )
     rules = [Rule("embedding.weight", "embedding.word_embeddings.weight", padding=padding)]
     if setting(description, "position_embedding_type") == "learned_absolute":
-        there = "embedding.position_embeddings.weight"
-        rules.append(Rule("position_embedding.weight", there))
+        foreign_name = "embedding.position_embeddings.weight"
+        rules.append(Rule("position_embedding.weight", foreign_name))
     rules += layers
     rules += _norms("final_norm", "decoder.final_layernorm.", "", description, None)
     if setting(description, "untie_embeddings_and_output_weights"):
@@ -183,8 +186,10 @@ def attention_rules(
     description: Mapping[str, Any], prefix: str, index: str, version: float
 ) -> list[Rule]:
     """Return the rules of a layer's attention and of the norm before it."""
-    at = f"{prefix}self_attention."
-    rules = _norms("attention_norm", f"{at}linear_qkv.layer_norm_", index, description, None)
+    module = f"{prefix}self_attention."
+    rules = _norms(
+        "attention_norm", f"{module}linear_qkv.layer_norm_", index, description, None
+    )
     biased = setting(description, "add_bias_linear")
     config = settings(description)
     head, groups = head_dim(config), num_kv_heads(config)
@@ -194,15 +199,15 @@ def attention_rules(
     for kind in ("weight", "bias"):
         if kind == "weight" or biased or setting(description, "add_qkv_bias"):
             qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in "qkv")
-            there = f"{at}linear_qkv.{kind}{index}"
-            rules.append(Rule(qkv, there, sizes=widths, groups=blocks))
+            foreign_name = f"{module}linear_qkv.{kind}{index}"
+            rules.append(Rule(qkv, foreign_name, sizes=widths, groups=blocks))
         if kind == "weight" or biased:
-            there = f"{at}linear_proj.{kind}{index}"
-            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
+            foreign_name = f"{module}linear_proj.{kind}{index}"
+            rules.append(Rule(f"blocks.*.attention.proj.{kind}", foreign_name))
     if setting(description, "qk_layernorm"):
         for part in "qk":
-            there = f"{at}{part}_layernorm."
-            rules += _norms(f"attention.{part}_norm", there, index, description, None)
+            foreign_name = f"{module}{part}_layernorm."
+            rules += _norms(f"attention.{part}_norm", foreign_name, index, description, None)
     return rules
 
 
@@ -241,7 +246,7 @@ def latent_rules(
         is_fused: whether norms of latent vectors belong to the linears that follow them, as in
             layers of Transformer Engine.
     """
-    at = f"{prefix}self_attention."
+    module = f"{prefix}self_attention."
     names = {
         "kv_down": "linear_kv_down_proj.weight",
         "kv_up": "linear_kv_up_proj.weight",
@@ -258,7 +263,7 @@ def latent_rules(
     return [
         *_norms("attention_norm", f"{prefix}input_layernorm.", index, description, None),
         *(
-            Rule(f"blocks.*.mla.{ours}.weight", f"{at}{theirs}{index}")
+            Rule(f"blocks.*.mla.{ours}.weight", f"{module}{theirs}{index}")
             for ours, theirs in names.items()
         ),
     ]
@@ -279,28 +284,32 @@ def mlp_rules(
     rules = []
     for kind in ("weight", "bias") if biased else ("weight",):
         fc1 = tuple(f"blocks.*.{ours}fc1.{part}.{kind}" for part in ("gate", "up"))
-        mine = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
-        rules.append(Rule(mine, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
-        there = f"{theirs}linear_fc2.{kind}{index}"
-        rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", there, layers=layers))
+        our_names = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
+        rules.append(Rule(our_names, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
+        foreign_name = f"{theirs}linear_fc2.{kind}{index}"
+        rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", foreign_name, layers=layers))
     return rules
 
 
 def _experts(
     description: Mapping[str, Any], prefix: str, is_mixed: bool, layers: tuple[int, ...]
 ) -> list[Rule]:
-    at, index = f"{prefix}mlp.", "" if is_mixed else "[*]"
+    module, index = f"{prefix}mlp.", "" if is_mixed else "[*]"
     expert = "[*]" if is_mixed else "[*,*]"
-    rules = [Rule("blocks.*.moe.router.weight", f"{at}router.weight{index}", layers=layers)]
+    rules = [Rule("blocks.*.moe.router.weight", f"{module}router.weight{index}", layers=layers)]
     if expert_setting(description, "moe_router_enable_expert_bias"):
-        there = f"{at}router.expert_bias{index}"
-        rules.append(Rule("blocks.*.moe.router.expert_bias", there, layers=layers))
-    rules += mlp_rules("moe.experts.*.", description, f"{at}experts.experts.", expert, layers)
+        foreign_name = f"{module}router.expert_bias{index}"
+        rules.append(Rule("blocks.*.moe.router.expert_bias", foreign_name, layers=layers))
+    rules += mlp_rules(
+        "moe.experts.*.", description, f"{module}experts.experts.", expert, layers
+    )
     if expert_setting(description, "moe_shared_expert_intermediate_size"):
-        there = f"{at}shared_experts."
-        rules += mlp_rules("moe.shared.", description, there, index, layers, biased=False)
+        foreign_name = f"{module}shared_experts."
+        rules += mlp_rules(
+            "moe.shared.", description, foreign_name, index, layers, biased=False
+        )
         if expert_setting(description, "moe_shared_expert_gate"):
-            gate = f"{there}gate_weight{index}"
+            gate = f"{foreign_name}gate_weight{index}"
             rules.append(Rule("blocks.*.moe.shared.token_gate.weight", gate, layers=layers))
     return rules
 
