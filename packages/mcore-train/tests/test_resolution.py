@@ -97,7 +97,7 @@ BESIDE = {
         (1, {"lr": float("inf")}, "--lr inf is not finite"),
         (1, {"clip_grad": float("nan")}, "--clip-grad nan is not finite"),
         (1, {"train_iters": 0}, "--train-iters or --train-samples"),
-        (1, {"mock_data": False}, "Give --data-path"),
+        (1, {"mock_data": False}, "give --data-path"),
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
         (1, {"reset_attention_mask": True, "attention_backend": "flash4"},
          "flash4 exclude each other, which takes no packed documents: use auto"),
@@ -293,4 +293,4 @@ def test_what_transformer_engine_does_not_compute_is_named_and_computed_without(
     assert said in "".join(find_faults(*parts(found.config), notes=True))
     assert find_faults(*parts(plan(2, **base).config), notes=True) == []
     assemble(plan(1, **base), ParallelContext.single("cpu"))
-    assert "transformer_engine computes on GPUs alone; this package's" in caplog.text
+    assert "transformer_engine needs a GPU; using this package's" in caplog.text
