@@ -95,7 +95,7 @@ def test_an_unquoted_arrow_converts_all_the_same_and_leaves_no_file(tmp_path):
     make_hf(tmp_path / "in")
     code, told = redirected("convert hf- --input in --output run", tmp_path, "mcore")
     assert code == 0, told
-    assert "the shell took '>mcore' of 'hf->mcore' for a redirection" in told
+    assert "the shell read '>mcore' in 'hf->mcore' as a redirection" in told
     assert "each used once, read back and equal" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "run"]
     assert (tmp_path / "run" / "release" / "index.json").is_file()
@@ -117,7 +117,7 @@ def test_an_unquoted_arrow_to_any_format_is_understood_by_the_file_it_made(tmp_p
     make_hf(tmp_path / "in")
     code, told = redirected("convert hf- --input in --output there", tmp_path, "megatron")
     assert code == 0, told
-    assert "converting hf to megatron all the same" in told
+    assert "hf is converted to megatron nevertheless" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there"]
     assert (tmp_path / "there" / "release" / "metadata.json").is_file()
 
@@ -142,7 +142,7 @@ def test_a_file_with_content_is_never_removed(tmp_path, monkeypatch, capsys):
 def test_a_conversion_that_fails_after_an_unquoted_arrow_leaves_no_file_either(tmp_path):
     code, told = redirected("convert hf- --input absent --output run", tmp_path, "mcore")
     assert code == 2
-    assert "absent is no Hugging Face folder" in told
+    assert "absent is not a Hugging Face folder" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,7 +168,7 @@ def test_sizes_have_units():
     assert parse_size("1.5mb") == 1_500_000
     assert parse_size("12") == 12
     for wrong in ("five", "-1GB", "3XB", "0"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             parse_size(wrong)
     sizes = (0, 999, 1000, 23_456, 999_600, 5_432_100_000, 3_000_000_000_000_000)
     assert [size_text(size) for size in sizes] == [
@@ -227,7 +227,7 @@ def test_weights_of_any_format_are_held_to_the_fingerprint_that_convert_printed(
         content[place] ^= 1
         file.write_bytes(content)
         assert main(["verify", str(tmp_path / "hf"), "--fingerprint", printed]) == 1
-        assert f"not {printed}: its weights are not those" in capsys.readouterr().err
+        assert f"not {printed}: its weights differ from" in capsys.readouterr().err
         content[place] ^= 1
 
 

@@ -139,7 +139,7 @@ WRONG = {
         configure(architectures=["LlamaForCausalLM", "MistralForCausalLM"]),
         IN,
         2,
-        "it must name one class, of that type",
+        "must name one class of that type",
     ),
     "another family's architecture": (
         configure(architectures=["MistralForCausalLM"]),
@@ -154,31 +154,31 @@ WRONG = {
         configure(num_attention_heads=4, head_dim=6),
         IN,
         2,
-        "blocks.0.attention.qkv.q.weight: [12, 12] there, [24, 12] by the config",
+        "blocks.0.attention.qkv.q.weight: [12, 12] in the file, [24, 12] by config.json",
     ),
     "key-value heads of another model": (
         configure(num_key_value_heads=2),
         IN,
         2,
-        "blocks.0.attention.qkv.k.weight: [6, 12] there, [12, 12] by the config",
+        "blocks.0.attention.qkv.k.weight: [6, 12] in the file, [12, 12] by config.json",
     ),
     "a vocabulary of another model": (
         configure(vocab_size=99),
         IN,
         2,
-        "embedding.weight: [17, 12] there, [99, 12] by the config",
+        "embedding.weight: [17, 12] in the file, [99, 12] by config.json",
     ),
     "more layers than tensors": (
         configure(num_hidden_layers=10**12),
         IN,
         2,
-        "config.json says num_hidden_layers=1000000000000, and the checkpoint has 12 tensors",
+        "config.json has num_hidden_layers=1000000000000, but the checkpoint has 12 tensors",
     ),
     "more experts than tensors": (
         configure(model_type="mixtral", architectures=[], num_local_experts=10**12),
         f"{IN} --keep-unknown-config-fields",
         2,
-        "num_local_experts=1000000000000, and the checkpoint has 12 tensors, enough for 12",
+        "num_local_experts=1000000000000, but the checkpoint has 12 tensors, enough for 12",
     ),
     "a tokenizer that is damaged": (
         write("hf/tokenizer.json", b"{"),
@@ -192,26 +192,41 @@ WRONG = {
         1,
         "tokenizer.json is damaged: KeyError('id')",
     ),
-    "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] there"),
-    "a config that is no object": (write("hf/config.json", b"[]"), IN, 1, "holds no object"),
+    "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] in the file"),
+    "a config that is no object": (
+        write("hf/config.json", b"[]"),
+        IN,
+        1,
+        "is not a JSON object",
+    ),
     "a config that is cut": (write("hf/config.json", b"{"), IN, 1, "config.json is damaged"),
     "a weight that is missing": (weigh(without_ups), IN, 2, f"missing: {LAYER}mlp.up_proj"),
     "a tied head that differs": (
         configure(tie_word_embeddings=True),
         IN,
         2,
-        "lm_head.weight is present and differs",
+        "lm_head.weight differs from",
     ),
     "a shard that is missing": (shards_without_one, IN, 1, "of-00002.safetensors is missing"),
     "an empty weight file": (write("hf/model.safetensors", b""), IN, 1, "header too small"),
     "an engine's weights": (for_an_engine, IN, 2, "hf is a checkpoint for TensorRT-LLM"),
-    "no weights": (delete("hf/model.safetensors"), IN, 2, "hf has neither model.safetensors"),
-    "an absent input": (None, IN.replace("hf --", "absent --"), 2, "absent is no Hugging Face"),
+    "no weights": (
+        delete("hf/model.safetensors"),
+        IN,
+        2,
+        "hf has no weights: it must have model.safetensors",
+    ),
+    "an absent input": (
+        None,
+        IN.replace("hf --", "absent --"),
+        2,
+        "absent is not a Hugging Face",
+    ),
     "a file as input": (
         None,
         IN.replace("--input hf", "--input hf/config.json"),
         2,
-        "hf/config.json is no Hugging Face folder",
+        "hf/config.json is not a Hugging Face folder",
     ),
     "an output that exists": (
         None,
@@ -235,7 +250,7 @@ WRONG = {
         None,
         IN.replace("--output out", "--output hf"),
         2,
-        "so that the input stays unchanged",
+        "is read and must stay unchanged",
     ),
     "an output below a file": (
         write("note", b""),
@@ -246,7 +261,7 @@ WRONG = {
     "fewer rows than tokens": (None, f"{IN} --vocab-size 16", 2, "has 17: give 17 or more"),
     "a negative vocabulary": (None, f"{IN} --vocab-size -1", 2, "must be 0 or more"),
     "an unknown dtype": (None, f"{IN} --dtype int3", 2, "--dtype int3 is not known: use fp32"),
-    "an unknown size": (None, f"{IN} --max-shard-size five", 2, "five is no size"),
+    "an unknown size": (None, f"{IN} --max-shard-size five", 2, "five is not a size"),
     "an unknown direction": (
         None,
         IN.replace("hf-to-mcore", "hf-to-onnx"),
@@ -276,9 +291,14 @@ WRONG = {
         None,
         "convert mcore-to-dcp --input hf --output out",
         2,
-        "hf is a checkpoint in the format hf, but one of mcore is required",
+        "hf is a checkpoint in the format hf, but mcore is required",
     ),
-    "another format to verify": (None, "verify hf", 2, "convert hf-to-mcore makes one of it"),
+    "another format to verify": (
+        None,
+        "verify hf",
+        2,
+        "convert it with mcore-ckpt convert hf-to-mcore",
+    ),
     "another format to average": (
         None,
         "average mcore hf --output out",
@@ -295,7 +315,7 @@ WRONG = {
         None,
         "merge hf hf hf --method slerp --output out",
         2,
-        "give 2, not 3",
+        "give 2 checkpoints, not 3",
     ),
     "factors for other models": (
         None,
@@ -313,7 +333,7 @@ WRONG = {
         delete("mcore/release/rank_00000.safetensors"),
         "convert mcore-to-hf --input mcore --output out",
         1,
-        "rank_00000.safetensors is missing: the index names it",
+        "rank_00000.safetensors is missing, but the index lists it",
     ),
     "an index that is cut": (
         write(f"mcore/release/{INDEX}", b'{"format": "mcore"'),
@@ -369,19 +389,19 @@ WRONG = {
         None,
         IN.replace("--output out", "--output /proc/x"),
         2,
-        "--output /proc/x cannot be made: /proc does not take it",
+        "--output /proc/x cannot be made in /proc",
     ),
     "a link to nothing as output": (
         lambda home: Path(home, "link").symlink_to("nowhere"),
         IN.replace("--output out", "--output link"),
         2,
-        "link is a link to nothing",
+        "link is a broken link",
     ),
     "an output that is empty": (
         None,
         IN.replace("--output out", "--output="),
         2,
-        "--output is empty: is a variable of the shell not set?",
+        "--output is empty: give a folder.",
     ),
     "Megatron's run folder for an average": (
         None,
@@ -423,7 +443,7 @@ WRONG = {
         None,
         f"{IN} --dcp-names hf",
         2,
-        "--dcp-names has no effect on an output in the format mcore: it concerns dcp.",
+        "--dcp-names has no effect on an output in the format mcore, only on dcp",
     ),
     "files of a size that ours have not": (
         None,
@@ -479,7 +499,7 @@ WRONG = {
         2,
         "--as-json lists one checkpoint",
     ),
-    "a size without end": (None, f"{IN} --max-shard-size 1e400", 2, "1e400 is no size"),
+    "a size without end": (None, f"{IN} --max-shard-size 1e400", 2, "1e400 is not a size"),
 }
 
 
@@ -562,11 +582,15 @@ def test_a_step_that_no_pointer_names_goes_with_the_error(tmp_path):
 
 def test_a_save_clears_no_step_of_megatrons_away(home):
     before = sorted(home.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"release holds \.metadata, which no save of"):
+    with pytest.raises(
+        CheckpointError, match=r"release holds \.metadata: it is a checkpoint of another"
+    ):
         save(home / "megatron", RELEASE, {}, world=SINGLE)
     old = home / "old" / "iter_0000007" / "mp_rank_00"
     old.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="iter_0000007 holds mp_rank_00, which no save"):
+    with pytest.raises(
+        CheckpointError, match="iter_0000007 holds mp_rank_00: it is a checkpoint of"
+    ):
         save(home / "old", 7, {}, world=SINGLE)
     shutil.rmtree(home / "old")
     assert sorted(home.rglob("*")) == before
@@ -624,7 +648,7 @@ def test_what_a_killed_command_left_goes_with_the_next_to_the_same_output(home, 
     assert {path.name for path in home.iterdir()} == before | {".out.partial"}
     assert main(words.split()) == 0
     assert "taking over the lock of dead process" in caplog.text
-    assert "which a killed command left" in caplog.text
+    assert "of a killed command" in caplog.text
     assert {path.name for path in home.iterdir()} == before | {"out"}
     files = {path.name for path in (home / "out").iterdir()}
     assert files == {path.name for path in (home / "hf").iterdir()} | {"tokenizer_config.json"}

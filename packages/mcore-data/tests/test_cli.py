@@ -190,7 +190,7 @@ def test_options_beside_a_plan_are_refused(book, tmp_path):
     for command in (("merge",), ("merge", *plan, "--input", "a"), ("preprocess",)):
         assert "give --input and --output-prefix, or" in data(*command).stderr
     assert "only --plan (with --physical" in data("merge", *words[:4], "--physical").stderr
-    assert "--unit-size big is no size" in data("plan", *words, "--unit-size", "big").stderr
+    assert "--unit-size big is not a size" in data("plan", *words, "--unit-size", "big").stderr
     assert data("preprocess", *plan).returncode == 0
     assert "next: mcore-data merge --plan" in data("status", *plan).stdout
     done = data("merge", *plan, "--physical")

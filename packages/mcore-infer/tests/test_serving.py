@@ -239,7 +239,7 @@ def test_a_template_that_is_no_text_is_refused_before_a_model_is_opened(
     template = tmp_path / "chat.jinja"
     template.write_bytes(b"\xff")
     assert main([*words, "--load", str(tmp_path / "no"), "--chat-template", str(template)]) == 2
-    assert f"--chat-template {template} is no text in UTF-8" in capsys.readouterr().err
+    assert f"--chat-template {template} is not UTF-8 text" in capsys.readouterr().err
 
 
 def refused_by_ranks(folder, template):

@@ -123,7 +123,7 @@ def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(ca
         (["--layers", "3"], "--num-layers 3 cannot be split"),
         (
             ["--output", "/proc/a/x.svg"],
-            "--output /proc/a/x.svg cannot be made: /proc does not",
+            "--output /proc/a/x.svg cannot be made in /proc",
         ),
         (["--output", "x.png"], "--output x.png must be an SVG file: use the suffix .svg"),
     ],

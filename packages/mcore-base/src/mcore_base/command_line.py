@@ -104,7 +104,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as it is typed."""
+        """The option as it is typed on a command line."""
         return self.name if self.is_positional else "--" + self.name.replace("_", "-")
 
     @property
@@ -211,7 +211,7 @@ def read_options(
 
     Returns:
         ``kind`` bound to its arguments; faulty options have their defaults. None if a
-        dataclass cannot be built even so.
+        dataclass cannot be built with the defaults either.
     """
     values = {**(defaults or {}), **read_words(list_options(kind), words, faults)}
     return build_options(kind, program, values, faults, placeholders=placeholders)
@@ -250,17 +250,17 @@ def list_options(kind: Callable[..., Any]) -> list[Option]:
 
 @cache
 def _options_of(kind: Callable[..., Any]) -> tuple[Option, ...]:
-    found, types = [], types_of(kind)
+    options, types = [], types_of(kind)
     for parameter in _parameters_of(kind):
         name = parameter.name
         if is_dataclass(types[name]):
-            found += [replace(option, topic=name) for option in _options_of(types[name])]
+            options += [replace(option, topic=name) for option in _options_of(types[name])]
         else:
-            alone = parameter.kind is parameter.POSITIONAL_ONLY
-            found.append(
-                Option(name, types[name], parameter.default, kind, is_positional=alone)
+            is_positional = parameter.kind is parameter.POSITIONAL_ONLY
+            options.append(
+                Option(name, types[name], parameter.default, kind, is_positional=is_positional)
             )
-    return tuple(found)
+    return tuple(options)
 
 
 @cache
@@ -284,7 +284,7 @@ def _arguments(
             value = _build(types[name], values, faults, placeholders)
         elif name not in values and parameter.default is not parameter.empty:
             value = parameter.default
-        elif value is None:  # required and missing: any value, so that others can be checked
+        elif value is None:  # required and missing: any value, to check the other options
             value = _placeholder(types[name])
         is_complete &= value is not None
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -309,7 +309,7 @@ def _build(
     faults: FaultCollector,
     placeholders: Mapping[str, Any],
 ) -> Any:
-    """Build a dataclass; None if it cannot be built.
+    """Build a dataclass from values by name; None if the dataclass cannot be built.
 
     A dataclass may raise its first fault only. The options that the message names are reset to
     their defaults and unsettled, and the dataclass is built again, until it raises no fault.
@@ -336,11 +336,11 @@ def read_words(
     flags = {option.flag: option for option in options if not option.is_positional}
     negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
     values: dict[str, Any] = {}
-    alone, rest = [], list(words)
+    positionals, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         if not is_flag(word):
-            alone.append(word)
+            positionals.append(word)
             continue
         name, has_value, value = word.partition("=")
         name = canonical(name)
@@ -348,14 +348,14 @@ def read_words(
         if option is None:
             known = [*flags, *negated]
             faults.add(unknown(name, known), *nearest(name, known))
-        given = [value] if has_value else []
+        value_words = [value] if has_value else []
         limit = option.num_values if option else None
-        while rest and not is_flag(rest[0]) and (limit is None or len(given) < limit):
-            given.append(rest.pop(0))
+        while rest and not is_flag(rest[0]) and (limit is None or len(value_words) < limit):
+            value_words.append(rest.pop(0))
         if option:
-            _read_into(values, option, name, given, faults)
-    _read_positionals(values, options, alone, faults)
-    # Suggested names of an unknown option are settled if they are given as well.
+            _read_into(values, option, name, value_words, faults)
+    _read_positionals(values, options, positionals, faults)
+    # A name suggested for an unknown option is settled if the option has a value as well.
     faults.unsettled -= {option.flag for option in options if option.name in values}
     return values
 
@@ -377,7 +377,7 @@ def read_table(
         elif option.kind is bool:
             faults.add(f"{option.flag} {value!r} must be true or false.", option.flag)
         elif isinstance(value, bool):
-            faults.add(f"{option.flag} is no switch: it needs a value.", option.flag)
+            faults.add(f"{option.flag} needs a value, not true or false.", option.flag)
         else:
             words = [str(each) for each in (value if isinstance(value, list) else (value,))]
             _read_into(values, option, option.flag, words, faults)
@@ -385,28 +385,30 @@ def read_table(
 
 
 def _read_into(
-    values: dict[str, Any], option: Option, name: str, given: list[str], faults: FaultCollector
+    values: dict[str, Any], option: Option, name: str, words: list[str], faults: FaultCollector
 ) -> None:
     try:
-        values[option.name] = _read_values(option, name, given)
+        values[option.name] = _read_values(option, name, words)
     except ValueError as error:
         values.pop(option.name, None)  # an earlier value of a repeated option
         faults.add(str(error), option.flag)
 
 
-def _read_values(option: Option, name: str, given: list[str]) -> Any:
+def _read_values(option: Option, name: str, words: list[str]) -> Any:
     if option.kind is bool:
-        if given:
+        if words:
             raise ValueError(f"{name} takes no value: {option.invocation} turns it on or off.")
         return name == option.flag
-    wanted = option.num_values
-    if wanted is not None and len(given) < wanted:
-        raise ValueError(f"{name} needs {'a value' if wanted == 1 else f'{wanted} values'}.")
+    num_values = option.num_values
+    if num_values is not None and len(words) < num_values:
+        raise ValueError(
+            f"{name} needs {'a value' if num_values == 1 else f'{num_values} values'}."
+        )
     if get_origin(option.kind) is not tuple:
-        return _read_value(name, option.kind, given[0])
+        return _read_value(name, option.kind, words[0])
     kinds = get_args(option.kind)
-    kinds = kinds[:1] * len(given) if wanted is None else kinds
-    return tuple(_read_value(name, kind, word) for kind, word in zip(kinds, given, strict=True))
+    kinds = kinds[:1] * len(words) if num_values is None else kinds
+    return tuple(_read_value(name, kind, word) for kind, word in zip(kinds, words, strict=True))
 
 
 def _read_value(name: str, kind: Any, word: str) -> Any:
@@ -421,12 +423,12 @@ def _read_value(name: str, kind: Any, word: str) -> Any:
     try:
         return kind(word)
     except ValueError:
-        wanted = " or ".join([NUMBERS[kind], *choices])
-        raise ValueError(f"{name} {word!r} must be {wanted}.") from None
+        choice_text = " or ".join([NUMBERS[kind], *choices])
+        raise ValueError(f"{name} {word!r} must be {choice_text}.") from None
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """Split ``float | Literal["auto"]`` into the type and the words; return others alone."""
+    """Split ``float | Literal["auto"]`` into type and words; return ``(kind,)`` for others."""
     if get_origin(kind) not in (Union, UnionType):
         return (kind,)
     number, words = get_args(kind)
@@ -434,21 +436,21 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _read_positionals(
-    values: dict[str, Any], options: Sequence[Option], alone: list[str], faults: FaultCollector
+    values: dict[str, Any], options: Sequence[Option], words: list[str], faults: FaultCollector
 ) -> None:
-    rest = list(alone)
+    rest = list(words)
     for option in options:
         if option.is_positional and rest:
-            given = rest if option.num_values is None else rest[: option.num_values]
-            _read_into(values, option, option.name.upper(), given, faults)
-            rest = rest[len(given) :]
+            value_words = rest if option.num_values is None else rest[: option.num_values]
+            _read_into(values, option, option.name.upper(), value_words, faults)
+            rest = rest[len(value_words) :]
     if rest:
-        told = f"{rest[0]!r} belongs" if len(rest) == 1 else f"{' '.join(rest)!r} belong"
-        faults.add(f"{told} to no option; options begin with two dashes.")
+        subject = f"{rest[0]!r} belongs" if len(rest) == 1 else f"{' '.join(rest)!r} belong"
+        faults.add(f"{subject} to no option; options begin with two dashes.")
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is an option; negative numbers and patterns of layers are values."""
+    """Whether a word is a flag; negative numbers and patterns of layers are values."""
     return word.startswith("--") and not LAYER_LETTERS.issuperset(word)
 
 
@@ -474,7 +476,9 @@ def file_text(flag: str, path: str | Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path} is no text in UTF-8 ({error.reason}).") from None
+        raise ValueError(
+            f"{flag} {path} is not UTF-8 text ({error.reason}): give a text file."
+        ) from None
 
 
 def help_text(
@@ -503,10 +507,12 @@ def help_text(
     lines = [f"usage: {program}{positionals} [OPTIONS]", "", _first_paragraph(kind)]
     texts = option_texts(options)
     for heading in dict.fromkeys(option.topic for option in chosen):
-        own = [option for option in chosen if option.topic == heading]
-        about = _first_paragraph(own[0].owner).splitlines()[0] if heading else ""
-        lines += ["", f"{heading.replace('_', '-') or 'options'}: {about}".rstrip(" :")]
-        lines += [line for o in own for line in _entry(o, texts.get((o.owner, o.name), ""))]
+        topic_options = [option for option in chosen if option.topic == heading]
+        summary = _first_paragraph(topic_options[0].owner).splitlines()[0] if heading else ""
+        lines += ["", f"{heading.replace('_', '-') or 'options'}: {summary}".rstrip(" :")]
+        lines += [
+            line for o in topic_options for line in _entry(o, texts.get((o.owner, o.name), ""))
+        ]
     if len(chosen) < len(options):
         lines += ["", f"{len(chosen)} of {len(options)} options; --help-all shows all of them."]
         lines += [_topics(topics)]
@@ -519,7 +525,8 @@ def help_text(
 def anchor_of(option: Option, program: str) -> str:
     """Return the anchor of an option on its program's page of options.
 
-    Options of config modules have one meaning in all commands; others carry their command.
+    Options of config modules have one meaning in all commands, so their anchor is the option's
+    name; the anchor of another option begins with its command.
     """
     name = option.name.replace("_", "-")
     if is_dataclass(option.owner) and option.owner.__module__.endswith("config"):
@@ -537,13 +544,14 @@ def _help_width() -> int:
 
 
 def _entry(option: Option, text: str) -> Iterator[str]:
-    """Yield the lines of one option in help: its invocation, and its text on the right."""
+    """Yield the help lines of one option: the invocation, and the text to its right."""
     if option.is_required:
         text += " Required."
     elif option.default is True:
         text += " On by default."
     elif shown := _shown_default(option.default):
         text += f" Default: {shown}."
+    # Lines break between choices: commas get a blank for the wrapping only.
     left = textwrap.fill(
         option.invocation.replace(",", ", "),
         _help_width(),
@@ -570,18 +578,21 @@ def option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
     """Return the help text of each option: a field's docstring, or ``Args`` of a function."""
     texts: dict[tuple[Any, str], str] = {}
     for owner in dict.fromkeys(option.owner for option in options):
-        found = _argument_texts(owner)
+        by_name = _argument_texts(owner)
         if is_dataclass(owner):
             bases = [base for base in owner.__mro__ if is_dataclass(base)]  # pyrefly: ignore
-            found = {name: text for base in bases for name, text in _field_texts(base).items()}
+            by_name = {
+                name: text for base in bases for name, text in _field_texts(base).items()
+            }
             for name, rules in rules_of(owner).items():
-                found[name] = f"{found.get(name, '')} {describe_rules(rules)}".rstrip()
-        for name, text in found.items():
+                by_name[name] = f"{by_name.get(name, '')} {describe_rules(rules)}".rstrip()
+        for name, text in by_name.items():
             texts[owner, name] = " ".join(text.replace("``", "").split())
     return texts
 
 
 def _field_texts(owner: Any) -> dict[str, str]:
+    """Return the docstrings under a dataclass's fields, by name of the field."""
     tree = ast.parse(textwrap.dedent("".join(_class_source(owner))))
     body = tree.body[0].body  # pyrefly: ignore
     return {
@@ -599,11 +610,13 @@ def _class_source(owner: Any) -> list[str]:
     start = next(
         i for i, line in enumerate(lines) if re.match(rf"class {owner.__name__}\b", line)
     )
+    # The class ends before the first later line that starts at column 0.
     ends = (i for i, line in enumerate(lines) if i > start and line[0] not in " \n)#")
     return lines[start : next(ends, len(lines))]
 
 
 def _argument_texts(owner: Any) -> dict[str, str]:
+    """Return the entries of ``Args:`` in a Google-style docstring, by name."""
     texts, name = {}, ""
     for line in (inspect.getdoc(owner) or "").partition("Args:\n")[2].splitlines():
         indent = len(line) - len(line.lstrip())

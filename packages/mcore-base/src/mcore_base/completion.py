@@ -1,7 +1,7 @@
-"""Completion scripts for bash and zsh, made from the help texts of a program's commands.
+"""Completion scripts for bash and zsh, built from the help texts of a program's commands.
 
-The help text is the one description of a command's options, also for commands that parse their
-words themselves. The script has all words in it: pressing Tab starts no Python.
+The help text is the only description of options that all commands have, as some parse their
+words themselves. The script contains all words, so that pressing Tab starts no Python.
 """
 
 import re
@@ -61,8 +61,8 @@ def completion_script(
         verbs = _VERB.findall(text.partition("examples:")[0])
         words[command] = verbs or _add_options(command, text, words)
         for verb in verbs:
-            place = f"{command} {verb}"
-            words[place] = _add_options(place, help_of(command, verb), words)
+            words_before = f"{command} {verb}"
+            words[words_before] = _add_options(words_before, help_of(command, verb), words)
     cases = "\n".join(f'        "{k}") echo "{" ".join(each)}" ;;' for k, each in words.items())
     preface = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     texts = {"PREFACE": preface, "CASES": cases, "PROGRAM": program, "SHELL": shell}
@@ -72,11 +72,11 @@ def completion_script(
     return script
 
 
-def _add_options(place: str, text: str, words: dict[str, list[str]]) -> list[str]:
-    """Return the options in a help text; add the choices of each to ``words``."""
+def _add_options(words_before: str, text: str, words: dict[str, list[str]]) -> list[str]:
+    """Return the options in a help text; add the choices of each option to ``words``."""
     options = ["--help"]
     for negated, name, choices in _OPTION.findall(text):
         options += [f"--{name}", *([f"--no-{name}"] if negated else [])]
         if choices:
-            words[f"{place} --{name}"] = re.sub(r"\s", "", choices).split(",")
+            words[f"{words_before} --{name}"] = re.sub(r"\s", "", choices).split(",")
     return options

@@ -28,7 +28,7 @@ def check_file(flag: str, path: str | Path) -> None:
     if not os.path.exists(path):
         _try_out(flag, path, Path(path).absolute().parent)
     elif not os.access(path, os.W_OK):
-        raise ValueError(f"{flag} {path} may not be written: give another file.")
+        raise ValueError(f"{flag} {path} is not writable: give another file.")
 
 
 def _try_out(flag: str, path: str | Path, folder: Path) -> None:
@@ -42,7 +42,7 @@ def _try_out(flag: str, path: str | Path, folder: Path) -> None:
         parent = parent.parent
     try:
         if not parent.exists():
-            raise ValueError(f"{flag} {path} cannot be made: {parent} is a link to nothing.")
+            raise ValueError(f"{flag} {path} cannot be made: {parent} is a broken link.")
         if not parent.is_dir():
             raise ValueError(f"{flag} {path} cannot be made: {parent} is a file.")
         trial = Path(tempfile.mkdtemp(dir=parent, prefix=".mcore_trial_"))
@@ -52,6 +52,6 @@ def _try_out(flag: str, path: str | Path, folder: Path) -> None:
             shutil.rmtree(trial)
     except OSError as error:
         raise ValueError(
-            f"{flag} {path} cannot be made: {parent} does not take it ({error.strerror}). "
-            "Give a place that this user may write to."
+            f"{flag} {path} cannot be made in {parent} ({error.strerror}). "
+            "Give a path that this user may write to."
         ) from error

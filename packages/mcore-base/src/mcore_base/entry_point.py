@@ -1,8 +1,8 @@
 """The ``main`` of a program with several commands: usage, version, completion, errors.
 
 The help of a command ends with its examples and pages, taken from the text about the program.
-Every error that a user can mend is one line, and a reader of the output that has seen enough,
-such as ``head``, ends the program quietly.
+An error that the user can mend is printed as one line. If the reader of the output exits early,
+as ``head`` does, the program ends without an error.
 """
 
 import difflib
@@ -21,11 +21,13 @@ from mcore_base.completion import completion_script
 log = logging.getLogger(__name__)
 
 Commands = Mapping[str, tuple[str, Callable[..., int]]]
-"""Name to summary and function."""
+"""Summary and function of each command, by name."""
 ADDING = ("--recipe",)
-"""Options that may be given again and again; of others the last values count."""
+"""Options whose values add up when the option is repeated; of other options the last counts."""
 LAUNCHER = "MCORE_LAUNCHER_PID"
-"""Variable in which ``launch_local``, which reads their command line, gives ranks its id."""
+"""Environment variable with the process id of ``launch_local``, set for the ranks it starts.
+
+The launcher has read their command line already, so they do not repeat its notes."""
 _HELP = {"-h", "--help", "--help-all"}
 
 
@@ -37,20 +39,20 @@ def run_program(
     exit_code: Callable[[BaseException], int],
     call: Callable[[Callable[..., int], str, list[str]], int],
 ) -> int:
-    """Run one command of a program and turn what it raises into one line and an exit code.
+    """Run one command of a program; print its errors as one line and return an exit code.
 
     Args:
-        program: its name; the package of its version is called the same.
+        program: name of the program, which is also the name of its package.
         about: text of the help, in three paragraphs: a line on the program; ``examples:`` and
             commands; ``pages:`` and, a line each, a page of the repository and its commands.
-        commands: its commands, in the order of the help.
-        argv: the words behind the program's name; None: this process's.
-        exit_code: 2 for an error of bad input, 1 or another code for a failure of files or
-            devices, 0 for a fault of the program, whose traceback is shown.
+        commands: commands of the program, in the order of the help.
+        argv: the words after the program's name; None: those of this process.
+        exit_code: returns 2 for bad input, 1 or another code for a failure of files or devices,
+            0 for a bug of the program, whose traceback is shown.
         call: runs a function of ``commands``, given ``"program command"`` and the other words.
 
     Returns:
-        0 when done, 2 for bad input, else 1 or what ``exit_code`` gave.
+        0 after success, 2 for bad input, else the result of ``exit_code`` or 1.
     """
     try:
         return _dispatch(program, about, commands, argv, call)
@@ -75,17 +77,18 @@ def _refuse(program: str, message: str, code: int) -> int:
 
 
 def _is_unread() -> bool:
-    """Flush standard output; if its reader is gone, drop what is left and return True."""
+    """Flush standard output; if its reader has exited, discard the rest and return True."""
     try:
         sys.stdout.flush()
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         has_failed = any(event & select.POLLERR for _, event in poll.poll(0))
-    except io.UnsupportedOperation:  # no file at all
+    except io.UnsupportedOperation:  # standard output is not a file, as in tests
         return False
     except BrokenPipeError:
         has_failed = True
     if has_failed:
+        # Python flushes again at exit: let that flush write to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return has_failed
 
@@ -115,10 +118,10 @@ def _dispatch(
         print(program, import_module(program.replace("-", "_")).__version__)
         return 0
     if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1)
-        meant = f": did you mean {near[0]}?" if near else "."
+        similar = difflib.get_close_matches(name, commands, n=1)
+        suggestion = f": did you mean {similar[0]}?" if similar else "."
         raise ValueError(
-            f"unknown command {name}{meant} The commands are {', '.join(commands)}."
+            f"unknown command {name}{suggestion} The commands are {', '.join(commands)}."
         )
     for flag, values in _repeated(rest) if is_first_rank() else ():
         log.warning("%s is given more than once: the last counts, %s.", flag, values)
@@ -137,15 +140,19 @@ def is_first_rank() -> bool:
 
 
 def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option that is given twice with different values, and its last value."""
-    given: dict[str, list[str]] = {}
-    for place, word in enumerate(words):
+    """Yield each option that is repeated with different values, and its last form."""
+    forms_by_name: dict[str, list[str]] = {}
+    for position, word in enumerate(words):
         if word.startswith("--"):
             name, _, value = word.partition("=")
-            following = takewhile(lambda other: not other.startswith("--"), words[place + 1 :])
-            own = " ".join([name, *([value] if value else following)])
-            given.setdefault(name.replace("_", "-").replace("--no-", "--"), []).append(own)
-    for name, forms in given.items():
+            following = takewhile(
+                lambda other: not other.startswith("--"), words[position + 1 :]
+            )
+            form = " ".join([name, *([value] if value else following)])
+            forms_by_name.setdefault(name.replace("_", "-").replace("--no-", "--"), []).append(
+                form
+            )
+    for name, forms in forms_by_name.items():
         if name not in ADDING and len(set(forms)) > 1:
             yield name, forms[-1]
 
@@ -163,19 +170,28 @@ def _usage(program: str, about: str, commands: Commands) -> str:
 
 
 def _help_end(program: str, about: str, command: str) -> str:
-    """Return the examples of a command and the pages on it, from the text about the program."""
+    """Return a command's examples and pages, taken from the text about the program."""
     examples, _, pages = about.partition("examples:\n")[2].partition("\n\npages:\n")
     starts = (
         f"  {program} {command} ",
         f"  torchrun --nproc-per-node 8 -m {program} {command} ",
     )
-    lines, is_own = [], False
+    lines, is_example = [], False
     for line in examples.splitlines():
         if not line.startswith("   "):  # otherwise it continues the line before
-            is_own = f"{line} ".replace("_", "-").startswith(starts)
-        lines += [line] * is_own
+            is_example = f"{line} ".replace("_", "-").startswith(starts)
+        lines += [line] * is_example
     lines = ["", "examples:", *lines] if lines else []
-    read = [line.split()[0] for line in pages.splitlines() if command in line.split()[1:]]
+    command_pages = [
+        line.split()[0] for line in pages.splitlines() if command in line.split()[1:]
+    ]
     return "\n".join(
-        [*lines, *(["", f"see {', '.join(read)} of the repository"] if read else [])]
+        [
+            *lines,
+            *(
+                ["", f"see {', '.join(command_pages)} of the repository"]
+                if command_pages
+                else []
+            ),
+        ]
     )

@@ -1,10 +1,10 @@
 """One writer at a time: a lock file that names its holder and is touched every few seconds.
 
 Two containers may share host name and process number, and the clock of a file server may be
-minutes off. So a holder is a random token, and it counts as dead once its file has not changed
-for two minutes of the waiting process's own monotonic clock. A holder in the same kernel and
-process namespace is looked up there instead, without waiting. Not an flock: those are not seen
-across hosts on every shared file system.
+minutes off. So a random token identifies the holder, and the holder counts as dead once the
+file has not changed for two minutes of the waiting process's monotonic clock. A holder in the
+same kernel and process namespace is looked up by its process number instead, without waiting.
+An flock would not do: not every shared file system shows it to other hosts.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from mcore_base.stores import StorePath
 log = logging.getLogger(__name__)
 
 SILENT_S = 120.0
-"""A holder whose file has not changed for so long is dead."""
+"""Time without a change of the lock file after which its holder counts as dead."""
 
 BEAT_S = 15.0
-"""Time between two touches. NFS clients may see one a minute late."""
+"""Time between two touches of the lock file. NFS clients may see a touch a minute late."""
 
 _POLL_S = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 class LockHeldError(RuntimeError):
-    """Another process that is alive holds a lock, or has taken it over."""
+    """Another live process holds the lock, or took it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Holder:
     """The process that holds a lock, as its file describes it."""
 
     token: str = ""
-    """Random, one a process; the only identity."""
+    """Random, one for each process; holders are compared by their tokens only."""
     host: str = "an unknown host"
     pid: int = 0
     namespace: str = ""
     """Kernel start and process namespace, within which ``pid`` is one process; or empty."""
     started: str = ""
-    """Start time of the process in the kernel's ticks: ``pid`` may be given again."""
+    """Start time of the process in the kernel's ticks, as process numbers are reused."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -68,13 +68,13 @@ class Holder:
     def parse(cls, text: str) -> Self:
         """Parse a lock file; the fields of the holder are empty if the file is damaged."""
         try:
-            found = json.loads(text)
-            return cls(**{name: found[name] for name in asdict(cls()) if name in found})
+            fields = json.loads(text)
+            return cls(**{name: fields[name] for name in asdict(cls()) if name in fields})
         except (ValueError, TypeError):
             return cls()
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None where this process cannot see it."""
+        """Whether the holder runs; None if it is in another kernel or process namespace."""
         if not self.namespace or self.namespace != _namespace():
             return None
         try:
@@ -88,14 +88,14 @@ class Holder:
 
 
 class FileLock:
-    """The right to write what a lock file guards, as a context manager or by hand.
+    """A lock held by creating a file, as a context manager or by ``acquire`` and ``release``.
 
-    Objects of one process share a lock that the process holds; the one that took it gives it
-    back.
+    Objects of one process share a lock that the process holds; the object that took the lock
+    releases it.
     """
 
     def __init__(self, path: Path, *, silent_s: float = SILENT_S) -> None:
-        """Take nothing yet.
+        """Prepare a lock; ``acquire`` takes it.
 
         Args:
             path: the lock file; its folder must exist when the lock is taken.
@@ -127,29 +127,31 @@ class FileLock:
                 return
             log.warning("taking over the lock of dead %s", holder)
             self._take_away(holder)
-        raise LockHeldError(f"{self.path} changes hands too fast: is another job starting?")
+        raise LockHeldError(
+            f"{self.path} changes its holder too often: is another job starting? Try again."
+        )
 
     def check(self) -> None:
-        """Make sure that this process still holds the lock, before something is made final.
+        """Check that this process still holds the lock, before an output is made final.
 
         Raises:
-            LockHeldError: if it was taken over, or is gone.
+            LockHeldError: if the lock was taken over, or its file is gone.
         """
-        found = self.read()
-        if found is None or found[0].token != Holder.current().token:
+        current = self.read()
+        if current is None or current[0].token != Holder.current().token:
             raise LockHeldError(
                 f"the lock of {self.path.parent} was lost: "
-                f"{'no process' if found is None else found[0]} holds it now. Was this process "
-                "stopped for minutes?"
+                f"{'no process' if current is None else current[0]} holds it now. Was this "
+                "process stopped for minutes?"
             )
 
     def release(self) -> None:
-        """Give the lock back, if this object took it."""
+        """Remove the lock file, if this object took the lock."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            found = self.read()
-            if found is not None and found[0].token == Holder.current().token:
+            current = self.read()
+            if current is not None and current[0].token == Holder.current().token:
                 self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -165,12 +167,12 @@ class FileLock:
         self.release()
 
     def _create(self, content: str) -> bool:
-        """Make the lock file; False if there is one."""
-        ticket = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        """Create the lock file; return False if it exists."""
+        temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
         try:
             # A link appears whole or not at all, on NFS too.
-            ticket.write_text(content)
-            os.link(ticket, self.path)
+            temporary.write_text(content)
+            os.link(temporary, self.path)
         except FileExistsError:
             return False
         except OSError as error:
@@ -182,13 +184,13 @@ class FileLock:
             except FileExistsError:
                 return False
         finally:
-            ticket.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return True
 
     def read(self) -> tuple[Holder, float] | None:
-        """Return the holder and when its file changed, by a clock not to be trusted."""
+        """Return the holder and the file's time of change, which only serves to see changes."""
         try:
-            # NFS asks the server when a file is opened.
+            # On NFS, opening a file fetches its current attributes from the server.
             with self.path.open(errors="replace") as file:
                 return Holder.parse(file.read()), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
@@ -199,57 +201,60 @@ class FileLock:
         os.utime(self.path)
 
     def _take_away(self, holder: Holder) -> None:
-        """Remove the lock file of a dead holder, and of no other."""
-        aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        """Remove the lock file if ``holder``, which is dead, still holds the lock."""
+        moved_path = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
         try:
-            self.path.rename(aside)
+            self.path.rename(moved_path)
         except FileNotFoundError:
             return
-        if Holder.parse(aside.read_text(errors="replace")) != holder:
+        if Holder.parse(moved_path.read_text(errors="replace")) != holder:
             # Another process took the lock in between: put its file back.
             with contextlib.suppress(FileExistsError):
-                os.link(aside, self.path)
-        aside.unlink()
+                os.link(moved_path, self.path)
+        moved_path.unlink()
 
     def _remove_leftovers(self) -> None:
-        """Remove files beside the lock that processes killed within ``acquire`` have left."""
+        """Remove temporary files of processes that were killed within ``acquire``."""
         for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):
-            with contextlib.suppress(OSError):  # its process has removed it
+            with contextlib.suppress(OSError):  # the process removed the file meanwhile
                 if Holder.parse(path.read_text()).is_alive() is False:
                     path.unlink()
 
     def _dead_holder(self) -> Holder | None:
-        """Return the holder, dead or this process; None if the lock is gone meanwhile."""
-        first = found = self.read()
+        """Return the holder once it is dead or this process; None if the lock is released.
+
+        Waits up to ``silent_s``; raises LockHeldError if another live process holds the lock.
+        """
+        first = latest = self.read()
         started_s = time.monotonic()
-        is_told = False
-        while found is not None and first is not None:
-            holder, is_alive = found[0], found[0].is_alive()
+        is_logged = False
+        while latest is not None and first is not None:
+            holder, is_alive = latest[0], latest[0].is_alive()
             is_dead = is_alive is False or time.monotonic() - started_s > self._silent_s
             if holder.token == Holder.current().token or (is_dead and not is_alive):
                 return holder
-            if is_alive or found != first:
+            if is_alive or latest != first:
                 raise LockHeldError(f"{holder} is writing to {self.path.parent}")
-            if not is_told:
+            if not is_logged:
                 log.warning(
                     "%s holds %s, and this process cannot see whether it is alive: waiting up "
                     "to %.0f s for a sign of life",
                     *(holder, self.path, self._silent_s),
                 )
-                is_told = True
+                is_logged = True
             time.sleep(min(_POLL_S, self._silent_s / 4))
-            found = self.read()
+            latest = self.read()
         return None
 
     def _beat(self, stop: threading.Event) -> None:
         token = Holder.current().token
         while not stop.wait(BEAT_S):
             try:
-                found = self.read()
-                if found is None or found[0].token != token:
+                current = self.read()
+                if current is None or current[0].token != token:
                     return
                 self._touch()
-            except OSError as error:  # A file server that is away for a moment comes back.
+            except OSError as error:  # The file server may be away for a moment: try again.
                 log.warning("cannot touch %s: %s", self.path, error)
 
 
@@ -264,20 +269,20 @@ class StoreLock(FileLock):
     path: StorePath
 
     def _create(self, content: str) -> bool:
-        # A conditional put, where the store has one. Elsewhere, of two writers that both find
-        # no lock, the one whose content remains holds it.
+        # A conditional put, if the store supports one. Otherwise two processes may both see no
+        # lock and write: the process whose content remains holds the lock.
         if self.path.is_file():
             return False
         try:
             self.path.system.pipe_file(self.path.key, content.encode(), mode="create")
-        except OSError:  # of which kind it is when the object exists, differs between stores
+        except OSError:  # stores raise different errors if the object exists
             if self.path.is_file():
                 return False
             raise
         except (TypeError, NotImplementedError):
             self.path.write_whole(content.encode())
-        found = self.read()
-        return found is not None and found[0] == Holder.parse(content)
+        current = self.read()
+        return current is not None and current[0] == Holder.parse(content)
 
     def read(self) -> tuple[Holder, float] | None:
         """Return the holder and when its object was written."""
@@ -290,23 +295,23 @@ class StoreLock(FileLock):
         self.path.write_whole(self.path.read_bytes())
 
     def _take_away(self, holder: Holder) -> None:
-        found = self.read()
-        if found is not None and found[0] == holder:
+        current = self.read()
+        if current is not None and current[0] == holder:
             self.path.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """Do nothing: taking this lock writes no other object."""
+        """Do nothing: ``_create`` writes no temporary objects."""
 
 
 @cache
 def _token(_pid: int) -> str:
-    """Return this process's token; a forked child has another number, and so another."""
+    """Return this process's token, cached by number: a forked child gets another token."""
     return uuid.uuid4().hex
 
 
 @cache
 def _namespace() -> str:
-    """Name the space within which process numbers are unique; empty where unknown."""
+    """Return the kernel start and process namespace of this process; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -315,7 +320,7 @@ def _namespace() -> str:
 
 
 def _process_state(pid: int) -> tuple[str, str]:
-    """Return a process's state letter and start time; empty where they cannot be read."""
+    """Return a process's state letter and start time; empty if they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

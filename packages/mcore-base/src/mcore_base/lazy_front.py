@@ -13,11 +13,11 @@ def lazy_front(
     Args:
         package: ``__name__`` of the package.
         rooms: module below the package that defines each public name.
-        facades: modules that are public under a name of their own, by that name.
+        facades: modules below the package that are public themselves, by public name.
     """
     modules = facades or {}
 
-    def owned(name: str) -> object:
+    def get_attribute(name: str) -> object:
         if name == "__version__":
             return package_version(package)
         if name in modules:
@@ -26,7 +26,7 @@ def lazy_front(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{rooms[name]}"), name)
 
-    return owned, lambda: sorted([*rooms, *modules, "__version__"])
+    return get_attribute, lambda: sorted([*rooms, *modules, "__version__"])
 
 
 def package_version(package: str) -> str:

@@ -22,7 +22,7 @@ _METADATA = "rules"
 
 
 class OptionsError(ValueError):
-    """All faults of the options of one command, a line each."""
+    """Error with all faults in the options of one command, a line each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(lines)
@@ -47,7 +47,7 @@ class When:
 
 
 class Because:
-    """A condition with its reason: an option has one of the values, or is on."""
+    """A condition with its reason: an option has one of ``values``; without them, is on."""
 
     def __init__(self, why: str, *values: Any, instead: str = "") -> None:
         self.why = why
@@ -203,7 +203,7 @@ def flag(field_name: str) -> str:
 
 
 def spell(name: str, value: Any) -> str:
-    """Return an option with its value as it is typed."""
+    """Return an option with its value as typed on a command line."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -226,22 +226,25 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
     for config in configs:
         defaults = {each.name: each.default for each in fields(config)}
         kinds = types_of(type(config))
-        for name, own in rules_of(type(config)).items():
+        for name, option_rules in rules_of(type(config)).items():
             value = getattr(config, name)
-            off = _unmet(own.part_of, values)
-            if off:
+            unmet_features = _unmet(option_rules.part_of, values)
+            if unmet_features:
                 broken.add(name)
-            elif line := _value_fault(name, value, own, kinds[name]):
+            elif line := _value_fault(name, value, option_rules, kinds[name]):
                 broken.add(name)
                 lines.append(line)
                 continue
             if value == defaults[name]:
                 continue
-            for condition in [*(off if is_whole else ()), *_unmet(own.needs, values)][:1]:
+            for condition in [
+                *(unmet_features if is_whole else ()),
+                *_unmet(option_rules.needs, values),
+            ][:1]:
                 groups.setdefault(_needed(condition), []).append(spell(name, value))
-            for condition in () if off else _met(own.idle_with, values):
+            for condition in () if unmet_features else _met(option_rules.idle_with, values):
                 groups.setdefault(_idle(condition, values), []).append(spell(name, value))
-            for condition in () if off else _met(own.excludes, values):
+            for condition in () if unmet_features else _met(option_rules.excludes, values):
                 lines.append(_exclusion(spell(name, value), condition, values))
     lines += [_without_effect(names, reason) for reason, names in groups.items()]
     if notes:
@@ -264,15 +267,15 @@ def find_argument_faults(
             ``Annotated[int, rules(minimum=1), Rule(...)]``.
         arguments: arguments by name; rules may read fields of configs among them.
     """
-    given = SimpleNamespace(**arguments)
+    namespace = SimpleNamespace(**arguments)
     values = Values(each for each in arguments.values() if is_dataclass(each))
-    values.add(given, arguments)
+    values.add(namespace, arguments)
     lines, broken = [], set()
     hints = get_type_hints(function, include_extras=True)
     marks = {name: getattr(hints[name], "__metadata__", ()) for name in arguments}
     for name, data in marks.items():
-        for own in (each[_METADATA] for each in data if isinstance(each, dict)):
-            if line := _value_fault(name, arguments[name], own, None):
+        for option_rules in (each[_METADATA] for each in data if isinstance(each, dict)):
+            if line := _value_fault(name, arguments[name], option_rules, None):
                 broken.add(name)
                 lines.append(line)
     for rule in (each for data in marks.values() for each in data if isinstance(each, Rule)):
@@ -294,8 +297,8 @@ def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set
     return {
         name
         for kind in types
-        for name, own in rules_of(kind).items()
-        for condition in (*own.part_of, *own.needs)
+        for name, option_rules in rules_of(kind).items()
+        for condition in (*option_rules.part_of, *option_rules.needs)
         if condition.name in table and not condition.holds(table[condition.name])
     }
 
@@ -306,19 +309,23 @@ def rules_of(config_type: type) -> Mapping[str, OptionRules]:
 
     A class that redefines a field of its base with another default keeps the field's rules.
     """
-    found = {}
+    rules_by_name = {}
     for each in fields(config_type):  # pyrefly: ignore
-        own = OptionRules()
+        option_rules = OptionRules()
         feature: Conditions = ()
         for base in reversed(config_type.__mro__):
-            known = vars(base).get("__dataclass_fields__", {}).get(each.name)
+            field_of_base = vars(base).get("__dataclass_fields__", {}).get(each.name)
             feature = vars(base).get("part_of", feature)
-            own = known.metadata.get(_METADATA, own) if known else own
+            option_rules = (
+                field_of_base.metadata.get(_METADATA, option_rules)
+                if field_of_base
+                else option_rules
+            )
         switches = set(feature) if isinstance(feature, Mapping) else set()
-        if feature and not own.part_of and each.name not in switches:
-            own = replace(own, part_of=_conditions(feature))
-        found[each.name] = own
-    return found
+        if feature and not option_rules.part_of and each.name not in switches:
+            option_rules = replace(option_rules, part_of=_conditions(feature))
+        rules_by_name[each.name] = option_rules
+    return rules_by_name
 
 
 def describe_rules(own: OptionRules) -> str:
@@ -357,21 +364,23 @@ def types_of(kind: Callable[..., Any]) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-def _conditions(given: Conditions) -> tuple[When, ...]:
-    if not isinstance(given, Mapping):
-        return tuple(given)
-    return tuple(_condition(name, condition) for name, condition in given.items())
+def _conditions(conditions: Conditions) -> tuple[When, ...]:
+    if not isinstance(conditions, Mapping):
+        return tuple(conditions)
+    return tuple(_condition(name, condition) for name, condition in conditions.items())
 
 
-def _condition(name: str, given: Any) -> When:
-    if isinstance(given, When):
-        return given
-    if isinstance(given, Because):
-        return replace(_condition(name, given.condition), why=given.why, instead=given.instead)
-    if given is ON:
+def _condition(name: str, condition: Any) -> When:
+    if isinstance(condition, When):
+        return condition
+    if isinstance(condition, Because):
+        return replace(
+            _condition(name, condition.condition), why=condition.why, instead=condition.instead
+        )
+    if condition is ON:
         return When(name, bool, flag(name))
-    among = given if isinstance(given, tuple) else (given,)
-    return When(name, lambda value: value in among, _one_of(name, among))
+    accepted = condition if isinstance(condition, tuple) else (condition,)
+    return When(name, lambda value: value in accepted, _one_of(name, accepted))
 
 
 def _one_of(name: str, values: tuple[Any, ...]) -> str:
@@ -423,15 +432,17 @@ def _spelled(condition: When, values: Values) -> str:
     return condition.text
 
 
-def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
+def _value_fault(name: str, value: Any, option_rules: OptionRules, kind: Any) -> str:
     """Return the message for a value that violates its type or bounds, else ''."""
     if get_origin(kind) is Literal and value not in get_args(kind):
         choices = [choice for choice in get_args(kind) if choice]
         return f"{flag(name)} {value!r} is unknown: use {listed(choices)}."
     if isinstance(value, float) and not isfinite(value):
         return f"{flag(name)} {value} is not finite: give a finite number."
-    if not own.admits(value):
-        return f"{flag(name)} {value} must be {own.wanted}. {own.hint}".rstrip()
+    if not option_rules.admits(value):
+        return (
+            f"{flag(name)} {value} must be {option_rules.wanted}. {option_rules.hint}".rstrip()
+        )
     return ""
 
 

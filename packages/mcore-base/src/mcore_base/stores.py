@@ -1,9 +1,9 @@
 """Object stores through fsspec: file systems by URL, and ``s3://bucket/run`` as a ``Path``.
 
 ``open_store`` is the only place that imports fsspec. ``as_path`` turns a folder or URL that a
-user names into a ``Path`` or a ``StorePath``. A store shows an object when its writer closes
-it, so nothing is flushed and nothing is renamed: an index that is written last makes a folder
-complete, as on a disk.
+user names into a ``Path`` or a ``StorePath``. A store shows an object
+once its writer has closed it, so objects need no flush and no rename. As on a disk, a folder is
+complete once its index, the last file, is written.
 """
 
 import re
@@ -17,7 +17,7 @@ _DISK = ("file", "local")
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the URL's name in it.
+    """Return the fsspec file system of a URL and the key of the URL's object there.
 
     Raises:
         ImportError: with the extra to install, if fsspec or the store's package is missing.
@@ -71,7 +71,7 @@ def is_store(path: Path) -> bool:
 
 
 class StorePath(PosixPath):
-    """A name in an object store, with the part of ``Path`` that checkpoints use."""
+    """A name in an object store, with those methods of ``Path`` that checkpoints use."""
 
     __slots__ = ()
 
@@ -115,13 +115,13 @@ class StorePath(PosixPath):
         return SimpleNamespace(st_size=self.system.size(self.key))
 
     def list_sizes(self) -> dict[str, int]:
-        """Names below this one, with sizes, asked of the store now."""
+        """Return the sizes of all objects below this name, by name; bypasses fsspec's cache."""
         system = self.system
         system.invalidate_cache()
         start = len(self.key.rstrip("/")) + 1
-        found = system.find(self.key, detail=True) if system.isdir(self.key) else {}
+        infos = system.find(self.key, detail=True) if system.isdir(self.key) else {}
         system.invalidate_cache()
-        return {name[start:]: int(info["size"]) for name, info in found.items()}
+        return {name[start:]: int(info["size"]) for name, info in infos.items()}
 
     def modified_s(self) -> float:
         """Return when an object was written, in seconds since 1970."""
@@ -136,7 +136,7 @@ class StorePath(PosixPath):
         return self.read_bytes().decode()
 
     def open(self, mode: str = "r", *_arguments: Any, **_options: Any) -> Any:
-        """Open an object; ``xb`` writes like ``wb``, for names are fresh."""
+        """Open an object; ``xb`` writes like ``wb``, as callers use new names."""
         return self.system.open(self.key, mode.replace("x", "w"))
 
     def mkdir(self, *_arguments: Any, **_options: Any) -> None:

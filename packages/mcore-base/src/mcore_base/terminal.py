@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 
 def progress_line() -> Callable[[int, int, str], None] | None:
-    """Draw a line of progress on standard error, if that is a terminal.
+    """Return a function that draws a line of progress on standard error.
 
     Returns:
-        What to call with bytes done, bytes in all and a name; None: no terminal.
+        Function of bytes done, bytes in total and a name; None if standard error is no
+        terminal.
     """
     stream = sys.stderr
     if not stream.isatty():
@@ -33,7 +34,7 @@ def progress_line() -> Callable[[int, int, str], None] | None:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM what SIGINT is, so that a half-written output goes away with it too."""
+    """Raise KeyboardInterrupt on SIGTERM, so that half-written outputs are removed too."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -41,11 +42,11 @@ def ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    old_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def curve_text(
@@ -83,8 +84,8 @@ def curve_text(
             levels[-1] = level(y)
     grid = []
     for row in reversed(range(rows)):
-        least = 1 if row == 0 else 0  # the curve's lowest point is visible too
-        eighths = (min(8, max(least, round(8 * (each - row)))) for each in levels)
+        minimum = 1 if row == 0 else 0  # the curve's lowest point is visible too
+        eighths = (min(8, max(minimum, round(8 * (each - row)))) for each in levels)
         grid.append([" ▁▂▃▄▅▆▇█"[each] for each in eighths] + [" "] * (width - len(levels)))
     for x, y in marks:
         grid[rows - 1 - min(rows - 1, int(level(y)))][column(x)] = "o"
@@ -97,7 +98,7 @@ def curve_text(
 
 
 def size_text(num_bytes: int) -> str:
-    """Write a size with three digits and its unit."""
+    """Return a size as text, with three digits and a unit."""
     size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -105,7 +106,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def parse_size(text: str, option: str = "--max-shard-size") -> int:
-    """Read a size such as ``500MB`` or ``1GiB`` in bytes; ``option`` is for the error."""
+    """Return the bytes of a size such as ``500MB`` or ``1GiB``; errors name ``option``."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     units |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
     digits = text.rstrip("KMGTIBkmgtib")
@@ -115,5 +116,7 @@ def parse_size(text: str, option: str = "--max-shard-size") -> int:
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size <= 0:
-        raise ValueError(f"{option} {text} is no size: use a number with MB or GB.")
+        raise ValueError(
+            f"{option} {text} is not a size: give a number with a unit, such as 500MB."
+        )
     return size

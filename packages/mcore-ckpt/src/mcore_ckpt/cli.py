@@ -1,4 +1,4 @@
-"""The command ``mcore-ckpt``: convert, inspect and more. Help answers without torch."""
+"""The command ``mcore-ckpt``: convert, inspect and more. Help is printed without torch."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for bad input, 1 for damaged or missing files, 0 for a fault of the program."""
+    """Return 2 for bad input, 1 for damaged or missing files, 0 for a bug of the program."""
     if isinstance(error, ValueError):
         return 2
     return int(isinstance(error, (CheckpointError, OSError)))
@@ -54,7 +54,9 @@ def exit_code(error: BaseException) -> int:
 
 def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
     if ("--output", "") in pairwise(words) or "--output=" in words:
-        raise ValueError("--output is empty: is a variable of the shell not set?")
+        raise ValueError(
+            "--output is empty: give a folder. Is a variable of the shell not set?"
+        )
     with ended_by_sigterm():
         return parse(function, program, words)
 
@@ -64,10 +66,10 @@ def convert(direction: str, /, *, input: Path, output: Path, conversion: Convert
 
     Args:
         direction: FROM-to-TO or "FROM->TO", of hf, mcore, megatron and dcp; mcore-to-peft
-            writes adapters alone, all others merge them into their base.
+            writes only the adapters, all others merge adapters into their base.
         input: Folder to read: a Hugging Face folder, a run or step folder of ours or of
             Megatron's (torch_dist, or mp_rank_00), or a torch.distributed.checkpoint directory.
-        output: Folder to make; for mcore a run folder with a release, which may exist.
+        output: Folder to create; for mcore a run folder, which may exist and gets a release.
         conversion: casts, cuts and checks.
     """
     source, target, was_cut = parse_direction(direction)
@@ -83,17 +85,17 @@ def convert(direction: str, /, *, input: Path, output: Path, conversion: Convert
 
 
 def _print_report(report: "Report", *, was_cut: bool) -> None:
-    out = sys.stderr if was_cut else sys.stdout  # stdout may be a file that the shell made
+    out = sys.stderr if was_cut else sys.stdout  # the shell has redirected stdout to a file
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
-    rest = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
-    tokens = "" if report.has_tokenizer else " There was no tokenizer to copy."
+    skipped = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
+    notes = "" if report.has_tokenizer else " There was no tokenizer to copy."
     if report.quantization:
-        tokens += f" Dequantized on reading: {report.quantization}."
+        notes += f" Dequantized on reading: {report.quantization}."
     if report.not_carried:
-        tokens += f" Not taken along: {', '.join(report.not_carried)}."
+        notes += f" Not taken along: {', '.join(report.not_carried)}."
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
-        f"{size_text(report.num_bytes)}; {proof}.{rest}{tokens}",
+        f"{size_text(report.num_bytes)}; {proof}.{skipped}{notes}",
         file=out,
     )
     if report.fingerprint:
@@ -123,7 +125,7 @@ def inspect(
     Args:
         folder: Run folder (its latest step) or step folder, of ours or of Megatron's; Hugging
             Face folder; torch.distributed.checkpoint directory.
-        compare: Another checkpoint; show where names, shapes, dtypes or bytes differ.
+        compare: Another checkpoint; list the differences of names, shapes, dtypes and bytes.
         config: config.json of the model, for a checkpoint that does not name its model: to
             compare it, or to list old files of Megatron's without arguments.
         as_json: Print JSON, a row a tensor.
@@ -131,11 +133,11 @@ def inspect(
     from mcore_ckpt.conversion.inspection import describe, differences, rows
 
     if compare:
-        found = differences(folder, compare, config, progress_line())
-        print("\n".join(found) if found else "no difference")
-        return 1 if found else 0
-    held = json.dumps(rows(folder, config), indent=1) if as_json else describe(folder, config)
-    print(held)
+        sentences = differences(folder, compare, config, progress_line())
+        print("\n".join(sentences) if sentences else "no difference")
+        return 1 if sentences else 0
+    text = json.dumps(rows(folder, config), indent=1) if as_json else describe(folder, config)
+    print(text)
     return 0
 
 
@@ -145,8 +147,8 @@ def verify(folder: Path, /, *, fingerprint: str = "") -> int:
     Args:
         folder: Run folder (its latest step) or step folder; with --fingerprint also a folder of
             Hugging Face, Megatron or torch.distributed.checkpoint, which have no checksums.
-        fingerprint: What convert printed for the weights, in any format. config.json and the
-            tokenizer are not part of it.
+        fingerprint: Fingerprint that convert printed for the weights, in any format. It does
+            not cover config.json and the tokenizer.
     """
     from mcore_ckpt.conversion.inspection import check, check_fingerprint, find_format
 
@@ -165,11 +167,11 @@ def verify(folder: Path, /, *, fingerprint: str = "") -> int:
 def reshard(folder: Path, /, *, output: Path, num_files: int = 1) -> int:
     """Write a checkpoint again as whole tensors in few files.
 
-    Any checkpoint loads under any layout without this; it makes later reads longer and fewer.
+    Any checkpoint loads under any layout without this; fewer and longer files load faster.
 
     Args:
         folder: Run folder (its latest step) or step folder.
-        output: Run folder to make, or to add the step to.
+        output: Run folder that gets the step; created if it does not exist.
         num_files: Files to spread the tensors over.
     """
     from mcore_ckpt.conversion.resharding import reshard as rewrite
@@ -182,10 +184,10 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     """Average the weights of several checkpoints of one model; merge has other methods.
 
     Args:
-        folders: Run or step folders; of one alone, the average that its run kept (--ema-decay
-            or --optimizer schedule_free of mcore-train). Or checkpoints of any format, the
-            first one a Hugging Face folder.
-        output: Run folder that gets the release, or Hugging Face folder to make.
+        folders: Run or step folders; a single one gives the average that its run kept
+            (--ema-decay or --optimizer schedule_free of mcore-train). Or checkpoints of any
+            format, the first one a Hugging Face folder.
+        output: Run folder that gets the release, or Hugging Face folder to create.
     """
     from mcore_ckpt.conversion.inspection import find_format
 
@@ -202,8 +204,8 @@ def merge(folders: tuple[Path, ...], /, *, output: Path, how: MergeOptions) -> i
 
     Args:
         folders: Checkpoints of any format.
-        output: Hugging Face folder to make if the base, or else the first one, is one; or run
-            folder that gets the release.
+        output: Hugging Face folder to create if the base (without a base: the first checkpoint)
+            is a Hugging Face folder; otherwise the run folder that gets the release.
         how: method and factors.
     """
     from mcore_ckpt.conversion.merging import merge as run
@@ -234,7 +236,7 @@ def parse_direction(word: str) -> tuple[str, str, bool]:
         Source, target (empty if the shell cut it off), and whether the shell did.
 
     Raises:
-        ValueError: if the word is no direction.
+        ValueError: if the word is not a direction.
     """
     for source in FORMATS:
         if word == f"{source}-":
@@ -249,23 +251,23 @@ def parse_direction(word: str) -> tuple[str, str, bool]:
 
 
 def explain_redirection(source: str, target: str = "") -> str:
-    """Print what an unquoted ``>`` did, and remove the empty file that the shell made.
+    """Print what an unquoted ``>`` did, and remove the empty file that the shell created.
 
-    The file is removed only if it is this process's standard output and empty; nothing is
-    ever printed to it.
+    The file is removed only if it is empty and the standard output of this process, which
+    prints nothing to it.
 
     Args:
         source: format before the arrow.
-        target: format after it; empty: find which of the formats has become a file.
+        target: format after the arrow; empty: the format that is now the name of a file.
 
     Returns:
         The format after the arrow.
     """
     target = target or _eaten_target(source)
     print(
-        f"mcore-ckpt: the shell took '>{target}' of '{source}->{target}' for a redirection of "
-        f"the output to a file '{target}'; converting {source} to {target} all the same. "
-        f"Write {source}-to-{target}, or quote it.",
+        f"mcore-ckpt: the shell read '>{target}' in '{source}->{target}' as a redirection of "
+        f"the output to a file '{target}'; {source} is converted to {target} nevertheless. "
+        f"Write {source}-to-{target}, or quote the arrow.",
         file=sys.stderr,
     )
     path = Path(target)
@@ -275,12 +277,12 @@ def explain_redirection(source: str, target: str = "") -> str:
 
 
 def _eaten_target(source: str) -> str:
-    """Find the format whose name a shell gave to a file: standard output, else any."""
-    others = [form for form in FORMATS if form != source]
+    """Return the format whose name the shell gave to a file, standard output or any other."""
+    others = [name for name in FORMATS if name != source]
     likely = ["mcore" if source == "hf" else "hf"]
-    for is_it in (_is_standard_output, Path.is_file):
-        likely = [form for form in others if is_it(Path(form))] or likely
-        if len(likely) == 1 and is_it(Path(likely[0])):
+    for is_file_of_shell in (_is_standard_output, Path.is_file):
+        likely = [name for name in others if is_file_of_shell(Path(name))] or likely
+        if len(likely) == 1 and is_file_of_shell(Path(likely[0])):
             break
     return likely[0]
 

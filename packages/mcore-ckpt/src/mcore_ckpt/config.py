@@ -25,7 +25,7 @@ class RetentionConfig(Options):
     save_retain_interval: int = option(
         0, minimum=0, needs={"save_retain_last": Because("as all steps are kept")}
     )
-    """Steps that are multiples of this are never deleted; 0: no such step."""
+    """Steps that are multiples of this number are never deleted; 0: no step is exempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,23 +68,23 @@ class StrictnessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig(Options):
-    """Checkpoints on each host's own disk, besides the durable ones; none by default."""
+    """Checkpoints on each host's disk, in addition to the durable ones; none by default."""
 
     non_persistent_local_ckpt_dir: str = ""
     """Folder on a disk of each host; empty: no local checkpoints. Needs nvidia-resiliency-ext.
-    They load only under the layout that saved them, and only the newest is kept."""
+    Local checkpoints load only under the layout that saved them; only the newest is kept."""
 
     non_persistent_save_interval: int = option(0, minimum=0)
     """Steps between local checkpoints, which leave out the steps of --save-interval."""
 
     non_persistent_ckpt_type: Literal["local"] = "local"
-    """Kind of the checkpoints between the durable ones: on each host's own disk."""
+    """Kind of the checkpoints between the durable ones: on each host's disk."""
 
     replication: bool = option(False, needs={"non_persistent_local_ckpt_dir": ON})
     """Keep copies of each rank's local checkpoint on other hosts."""
 
     replication_factor: int = option(2, needs={"replication": ON})
-    """Ranks that keep each copy, the owner counted."""
+    """Number of ranks that keep each local checkpoint, including its owner."""
 
     replication_jump: int = option(0, needs={"replication": ON})
     """Distance between ranks that keep each other's copies: the ranks of one host."""

@@ -1,4 +1,4 @@
-"""Errors of files: damage, full disks, another job's folder, a proof that fails."""
+"""Errors of files: damage, full disks, another job's folder, a failed comparison."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from mcore_base.atomic_files import FULL_DISK
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written, or its content is wrong.
 
-    Raised for damaged files, full disks, locks of other jobs, and conversions whose proof
-    fails. The message is complete: commands print it alone, without a traceback. Any other
+    Raised for damaged files, full disks, locks of other jobs, and conversions whose output
+    differs from the source. Commands print only the message, without a traceback. Any other
     ``RuntimeError`` is a bug here or in a library.
     """
 

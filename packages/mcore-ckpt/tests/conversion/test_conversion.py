@@ -482,7 +482,7 @@ def edit(folder, **values):
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type='ntk'"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"model_type": "codegen"}, "'codegen' is not known; known are llama"),
+        ({"model_type": "codegen"}, "'codegen' is not known: use llama"),
         ({"model_type": ""}, "'' is not known"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -514,7 +514,7 @@ def test_a_missing_and_an_unused_tensor_are_named_together(tmp_path):
         "model.layers.1.mlp.gate_proj.weight"
     )
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ValueError, match="not those of this model") as caught:
+    with pytest.raises(ValueError, match="do not match this model") as caught:
         hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     text = str(caught.value)
     assert "missing: model.layers.1.mlp.gate_proj.weight (nearest there: " in text
@@ -536,7 +536,7 @@ def test_a_tied_head_may_stand_twice_but_must_be_equal(tmp_path):
     hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     assert "model.head.weight" not in read_index(tmp_path / "run" / "release").tensors
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
-    with pytest.raises(ValueError, match=r"lm_head.weight is present and differs"):
+    with pytest.raises(ValueError, match=r"lm_head.weight differs"):
         hf_to_mcore(tmp_path / "hf", tmp_path / "other")
 
 
@@ -636,7 +636,7 @@ def test_mamba2_as_its_authors_released_it_is_read(tmp_path):
     report = hf_to_mcore(folder, tmp_path / "ours", ConvertOptions(check=True))
     assert report.fingerprint == print_
     (folder / "config.json").write_text(json.dumps(config | {"ssm_cfg": {}}))
-    with pytest.raises(ValueError, match="only Mamba2 in every layer"):
+    with pytest.raises(ValueError, match="ssm_cfg of other layers than Mamba2"):
         hf_to_mcore(folder, tmp_path / "other")
 
 
@@ -700,7 +700,7 @@ def test_unknown_fields_go_along_by_a_flag(tmp_path):
     convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", keep)
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["odd_field"] == [1, 2]
-    with pytest.raises(ValueError, match="no effect without an input of hf"):
+    with pytest.raises(ValueError, match="no effect on an input in the format"):
         convert("mcore", tmp_path / "run", "hf", tmp_path / "no", keep)
 
 
@@ -892,7 +892,7 @@ def test_a_check_takes_experts_of_any_width_and_says_whose_a_failure_is(tmp_path
     def fails(*_, **__):
         raise KeyError("a fault\nof many lines")
 
-    message = r"^--check: transformers cannot run .*hf: KeyError: .*Nothing was kept"
+    message = r"^--check: transformers cannot run .*hf: KeyError: .*The output was removed"
     for part in (transformers.AutoModelForCausalLM, transformers.AutoConfig):
         with monkeypatch.context() as patch:
             patch.setattr(part, "from_pretrained", fails)

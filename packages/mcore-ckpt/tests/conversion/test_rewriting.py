@@ -103,7 +103,7 @@ def test_what_cannot_be_averaged_is_refused_by_name(tmp_path):
     third = save_step(
         tmp_path / "third", 1, 1.0, **{"model.ids": cut(torch.ones(3, 2).long(), 3)}
     )
-    with pytest.raises(ValueError, match=r"model.ids holds whole numbers that differ"):
+    with pytest.raises(ValueError, match=r"model.ids holds integers that differ"):
         average([one, third], tmp_path / "mean")
 
 

@@ -131,14 +131,14 @@ def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, c
     )
     uneven = ["--num-experts", "4", "--moe-upcycling-granularity", "2"]
     assert main([*command, str(tmp_path / "uneven"), *uneven, "--moe-router-topk", "3"]) == 0
-    assert "no multiple of --moe-upcycling-granularity 2" in caplog.text
+    assert "not a multiple of --moe-upcycling-granularity 2" in caplog.text
     capsys.readouterr()
     for source, words, complaint in (
-        ("moe", ["--num-experts", "4"], "holds experts already"),
+        ("moe", ["--num-experts", "4"], "has experts already"),
         ("dense", ["--num-experts", "10", "--moe-upcycling-granularity", "5"], "must divide"),
         ("dense", ["--num-experts", "3", "--moe-upcycling-granularity", "2"], "multiple of"),
         ("dense", ["--num-experts", "2", "--moe-router-topk", "1"], "--moe-router-pre-softmax"),
-        ("dense", ["--num-experts", "2", "--moe-layer-freq", "[0,0]"], "gives no layer"),
+        ("dense", ["--num-experts", "2", "--moe-layer-freq", "[0,0]"], "selects no layer"),
     ):
         output = tmp_path / "refused"
         assert main(["upcycle", str(tmp_path / source), "--output", str(output), *words]) == 2
@@ -162,6 +162,8 @@ def test_weights_over_all_experts_are_told_to_change_the_function(
     expected = save_dense(tmp_path / "dense", swiglu=True)
     options = UpcycleOptions(num_experts=4, moe_router_pre_softmax=True, init_method_std=std)
     upcycle(tmp_path / "dense", tmp_path / "run", options)
-    assert ("computes the dense one's function only approximately" in caplog.text) == is_told
+    assert (
+        "computes the function of the dense model only approximately" in caplog.text
+    ) == is_told
     got, _ = upcycled_logits(tmp_path / "run")
     assert torch.allclose(got, expected) != is_told

@@ -141,5 +141,5 @@ def test_yarn_that_makes_transformers_forget_the_base_is_refused_with_both_value
 
 def test_a_table_for_all_layers_is_refused_where_transformers_reads_one_by_kind():
     config = plain("gemma3_text") | {"rope_parameters": {"rope_theta": 2e4}}
-    with pytest.raises(ValueError, match="of which transformers reads nothing in this family"):
+    with pytest.raises(ValueError, match="which transformers ignores in this family"):
         FAMILIES["gemma3_text"].to_ours(config)

@@ -296,7 +296,7 @@ def test_groups_of_sigmoid_experts_are_chosen_by_their_two_best(name):
 def test_a_config_that_is_given_alone_may_not_count_what_no_model_has(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 10**12}))
-    with pytest.raises(ValueError, match=r"config\.json says num_hidden_layers=1000000000000"):
+    with pytest.raises(ValueError, match=r"config\.json has num_hidden_layers=1000000000000"):
         description_in(str(path))
 
 
@@ -311,5 +311,5 @@ def test_a_config_that_is_given_alone_may_not_count_what_no_model_has(tmp_path):
 def test_counts_are_bounded_by_tensors_and_by_stacks_of_matrices(name):
     check_counts({name: 3}, [(2,), (4, 4), (5,)], "config.json")
     check_counts({name: 6}, [(2, 6, 4, 4)], "config.json")
-    with pytest.raises(ValueError, match=f"{name}=4, and .* 3 tensors, enough for 3 at most"):
+    with pytest.raises(ValueError, match=f"{name}=4, but .* 3 tensors, enough for 3 at most"):
         check_counts({name: 4}, [(2,), (9, 4), (5,)], "config.json")

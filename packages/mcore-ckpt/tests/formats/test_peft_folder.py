@@ -198,13 +198,13 @@ def test_targets_are_named_by_what_all_layers_share(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3: only LORA is read"),
+        ({"peft_type": "IA3"}, "with peft_type IA3: give LORA"),
         ({"bias": "all"}, r"has trained biases \(bias\)"),
         ({"target_parameters": ["mlp.up_proj"]}, "has adapters of stacked experts"),
         ({"init_lora_weights": "pissa"}, "which changed the base too"),
         (
             {"base_model_name_or_path": "meta/llama"},
-            "of meta/llama, which is no folder",
+            "of meta/llama, which is not a folder",
         ),
     ],
 )
@@ -230,9 +230,9 @@ def test_tensors_that_are_no_adapters_are_refused(tmp_path):
     cases = [
         (
             tensors | {"base_model.model.lm_head.other": torch.zeros(2)},
-            "no matrix or magnitude",
+            "neither a matrix or magnitude",
         ),
-        ({first: tensors[first]}, "holds half of the adapter"),
+        ({first: tensors[first]}, "is damaged: the adapter of"),
         (
             strange | {n.replace("_A", "_B"): t.clone() for n, t in strange.items()},
             "has an adapter of",

@@ -282,7 +282,7 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop(f"{Q}.weight_scale"), "scale of no quantized tensor"),
+        (_drop(f"{Q}.weight_scale"), "is a scale without a quantized weight"),
         (_drop(f"{Q}.input_scale"), "input_scale must be F32"),
         (
             lambda t, _: t.update({f"{Q}.weight": torch.zeros(128, 128).bfloat16()}),

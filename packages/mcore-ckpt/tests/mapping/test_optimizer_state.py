@@ -255,8 +255,8 @@ def another_shape(state):
         (no_moments, {}, "dp_zero_gather_scatter.*dist-ckpt-optim-fully-reshardable"),
         (no_moment_of_one, {}, "missing: decoder.final_layernorm.weight"),
         (no_main, {}, r"main is missing for blocks\.0\.attention\.proj\.weight"),
-        (another_main, {}, "main weight of decoder.final_layernorm.weight, rounded, is not"),
-        (another_shape, {}, "is no flat form of its weight"),
+        (another_main, {}, "main weight of decoder.final_layernorm.weight, rounded, differs"),
+        (another_shape, {}, "does not fit its weight"),
         (
             lambda _: None,
             {"optimizer": {}},
@@ -296,7 +296,7 @@ def test_what_holds_no_state_says_so_and_how_to_go_on(tmp_path, capsys):
         assert not (tmp_path / "x").exists()
     whole = ["--input", str(tmp_path / "whole"), "--optimizer", "--output", str(tmp_path / "x")]
     assert main(["convert", "mcore-to-hf", *whole]) == 2
-    assert "--optimizer goes between mcore and megatron" in capsys.readouterr().err
+    assert "--optimizer converts between mcore and megatron only" in capsys.readouterr().err
 
 
 def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
@@ -352,12 +352,12 @@ def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
 def test_experts_of_their_own_are_refused_where_there_are_none(tmp_path):
     make_run(tmp_path / "run", state_of(half=True))
     options = ConvertOptions(optimizer=True, experts_apart=True)
-    with pytest.raises(ValueError, match="--experts-apart is about the optimizer's state"):
+    with pytest.raises(ValueError, match="--experts-apart applies to the optimizer's state"):
         convert("mcore", tmp_path / "run", "megatron", tmp_path / "there", options)
 
 
 def test_old_files_are_refused_before_they_are_read(tmp_path):
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt").touch()
-    with pytest.raises(ValueError, match="old form, whose optimizer state has no names"):
+    with pytest.raises(ValueError, match="old format, whose optimizer state has no names"):
         convert("megatron", tmp_path / "old", "mcore", tmp_path / "ours", WITH_STATE)

@@ -42,9 +42,9 @@ def test_rules_may_hold_for_some_layers_only():
 
 
 def test_two_rules_for_one_tensor_are_an_error():
-    with pytest.raises(ValueError, match="two rules name x"):
+    with pytest.raises(ValueError, match="several rules name x"):
         expand(Table((Rule("a", "x"), Rule("b", "x")), 1))
-    with pytest.raises(ValueError, match="two rules name a"):
+    with pytest.raises(ValueError, match="several rules name a"):
         expand(Table((Rule("a", "x"), Rule("a", "y")), 1))
 
 

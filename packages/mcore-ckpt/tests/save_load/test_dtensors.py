@@ -71,7 +71,7 @@ def save_and_load(folder):
         save_torch(f"{folder}/{kind}_again", 1, other, fresh, world=ctx.world)
     mesh = init_device_mesh("cpu", (4,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    with pytest.raises(ValueError, match="only shards and copies save"):
+    with pytest.raises(ValueError, match="only sharded and replicated tensors can be saved"):
         tensor_shards({"x": partial})
     columns = distribute_tensor(torch.arange(12.0).view(2, 6), mesh, [Cut(1)])
     (piece,) = tensor_shards({"x": columns})["x"].pieces

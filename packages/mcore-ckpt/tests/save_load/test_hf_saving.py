@@ -92,5 +92,7 @@ def test_a_family_that_stores_matrices_turned_is_refused():
         },
         "moe": {},
     }
-    with pytest.raises(ValueError, match="--save-hf cannot write gpt2, which does not store"):
+    with pytest.raises(
+        ValueError, match="--save-hf cannot write gpt2, which stores rows in another"
+    ):
         hf_view(description)

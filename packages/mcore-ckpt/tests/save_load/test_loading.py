@@ -175,7 +175,7 @@ def test_a_file_that_was_cut_short_or_is_gone_is_an_error(step):
     file = step / "rank_00000.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-4])
-    with pytest.raises(RuntimeError, match=rf"has {len(content) - 4} bytes, not the"):
+    with pytest.raises(RuntimeError, match=rf"has {len(content) - 4} bytes, but"):
         load(step, targets())
     file.unlink()
     with pytest.raises(RuntimeError, match=r"rank_00000.safetensors is missing"):
@@ -211,19 +211,19 @@ def test_a_shape_that_its_files_do_not_hold_is_not_walked(step):
         (
             lambda t: t.update(extra={"model": {"config": {"num_layers": 10**12}}}),
             ValueError,
-            "says num_layers=1000000000000, and the checkpoint has",
+            "has num_layers=1000000000000, but the checkpoint has",
         ),
         (lambda t: t.update(version=1), ValueError, "has version 1: this program reads 2"),
         (lambda t: t.update(format="other"), ValueError, "is not an index of the mcore format"),
         (
             lambda t: t["files"].__setitem__("../../evil", [3, ""]),
             RuntimeError,
-            "evil', outside of the folder",
+            "evil', which is outside of the folder",
         ),
         (
             lambda t: t["tensors"]["model.norm"][2][0].__setitem__(0, "../../evil"),
             RuntimeError,
-            "model.norm is in a file it does not name",
+            "model.norm is in a file that it does not list",
         ),
     ],
 )
@@ -247,7 +247,7 @@ def test_an_index_that_is_not_json_is_an_error(step):
 
 
 def test_a_folder_without_an_index_is_no_checkpoint(step):
-    with pytest.raises(ValueError, match="--ckpt-step 99 chooses a step of a run folder"):
+    with pytest.raises(ValueError, match="--ckpt-step 99 needs a run folder"):
         resolve_folder(step, 99)
     (step / "index.json").unlink()
     with pytest.raises(ValueError, match=r"holds no complete checkpoint .* there: none"):
@@ -272,7 +272,9 @@ def test_a_run_folder_means_its_latest_step_and_a_step_can_be_chosen(tmp_path):
 
 
 def test_reading_a_tensor_that_is_not_there_names_the_nearest(step):
-    with pytest.raises(ValueError, match=r"holds no model.nrm \(nearest there: model.norm\)"):
+    with pytest.raises(
+        ValueError, match=r"does not hold model.nrm \(nearest there: model.norm\)"
+    ):
         read_tensor(step, "model.nrm")
 
 

@@ -125,7 +125,7 @@ def save_fail_and_load(folder):
     rank, world = ctx.world.rank, ctx.world
     saver = LocalSaver(config(folder), world)
     assert saver.latest() is None
-    with pytest.raises(ValueError, match="holds no local checkpoint of all ranks"):
+    with pytest.raises(ValueError, match="holds no local checkpoint that is complete on all"):
         saver.load(state(0, rank))
     saver.save(3, state(30, rank), {"iteration": 3})
     saver.save(5, state(50, rank), {"iteration": 5})

@@ -49,15 +49,15 @@ def test_ranks_that_hold_unlike_boxes_of_one_name_are_told_and_nothing_is_writte
     told = run_ranks(save_what_differs, 4, str(tmp_path))
     assert told[0] == told[1] == told[2] == told[3]
     apart, twins, counts, cut, rounding = told[0]
-    assert "w [2:4, 0:3]: unlike on ranks [0, 2] and [1, 3]\nOnly one of them" in apart
-    assert "Copies must be equal: seed torch alike" in apart
+    assert "w [2:4, 0:3]: unlike on ranks [0, 2] and [1, 3]\nOnly one copy" in apart
+    assert "Copies must be equal: seed torch equally" in apart
     assert "blocks.0: unlike on ranks [1] and [3]\n" in twins
     assert "norm" not in twins
     assert "steps: unlike on ranks [0, 1, 2] and [3]\n" in counts
     assert "tied [5:8]: unlike on ranks [0] and [1]\n" in cut
     assert "tied [0:2]" not in cut
     assert "w [2:4, 0:3]: unlike on ranks [0, 1] and [2, 3]" in rounding
-    assert "a run resumed from here is not bitwise this one" in rounding
+    assert "a run that resumes from this step will not equal this run bit by bit" in rounding
     assert complete_steps(tmp_path) == [1, 6, 8, 9]
     first = resolve_folder(tmp_path, 1)
     assert torch.equal(read_tensor(first, "rng.3"), torch.full((5,), 3, dtype=torch.uint8))
@@ -92,7 +92,7 @@ def save_what_differs(folder):
     now = partial(save, world=world)
 
     def refused(step, state, how=now):
-        with pytest.raises(ValueError, match="Only one of them would be saved") as told:
+        with pytest.raises(ValueError, match="Only one copy would be saved") as told:
             how(folder, step, state)
         return str(told.value)
 

@@ -98,7 +98,7 @@ def test_what_is_damaged_is_named(step, tmp_path):
     for name, wanted in (
         ("config.json", "config.json is damaged: its content has changed"),
         ("model.safetensors", "the header of .*model.safetensors is damaged"),
-        ("index.json", "index.json is damaged: its digest is that of other content"),
+        ("index.json", "index.json is damaged: its digest differs from its content"),
     ):
         copy = shutil.copytree(step, tmp_path / name)
         content = (copy / name).read_bytes()

@@ -43,7 +43,7 @@ def test_what_the_dead_left_is_removed_and_told(tmp_path, caplog):
     half = left_behind(output, holder)
     make(output)
     assert f"taking over the lock of dead {holder}\n" in caplog.text
-    assert f"removing {half.parent}, which a killed command left" in caplog.text
+    assert f"removing {half.parent} of a killed command" in caplog.text
     # Nothing is left beside the output, and nothing but what was written in it.
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
     left_behind(tmp_path / "two")  # killed before it could say who it is
@@ -83,13 +83,16 @@ def test_an_empty_folder_behind_a_link_becomes_the_output(tmp_path):
 
 def test_a_folder_whose_place_cannot_be_taken_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="where this command runs"), atomic_dir(Path()):
+    with (
+        pytest.raises(ValueError, match="the working directory of this command"),
+        atomic_dir(Path()),
+    ):
         pass
     with pytest.raises(ValueError, match="is not empty"), atomic_dir(Path("..")):
         pass
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
-    with pytest.raises(ValueError, match="a disk is mounted"), atomic_dir(tmp_path / "disk"):
+    with pytest.raises(ValueError, match="a mount point"), atomic_dir(tmp_path / "disk"):
         pass
 
 

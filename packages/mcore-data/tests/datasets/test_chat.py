@@ -224,7 +224,8 @@ def test_files_that_are_no_text_are_named(tmp_path, capsys):
     assert prepare(tmp_path, ["{}"], "--chat-template", str(template)) == 2
     told = capsys.readouterr().err
     assert told.endswith(
-        f"--chat-template {template} is no text in UTF-8 (invalid start byte).\n"
+        f"--chat-template {template} is not UTF-8 text (invalid start byte): give a text "
+        "file.\n"
     )
     chats.write_bytes(b"\xff\n")
     with pytest.raises(ValueError, match=r"line 1: not UTF-8 \(invalid start byte at byte 0"):

@@ -35,8 +35,8 @@ def test_what_is_new_or_of_the_right_kind_is_taken(tmp_path, file):
         ({"save": "notes/run"}, "--save .*notes/run cannot be made: .*notes is a file"),
         ({"metrics_file": ""}, "--metrics-file .* is a folder: give a file"),
         ({"metrics_file": "notes/n"}, "--metrics-file .*notes/n cannot be made"),
-        ({"save": "/proc/x"}, "--save /proc/x cannot be made: /proc does not take it"),
-        ({"save": "long" * 99}, r"--save .*long cannot be made: .* \(File name too long\)"),
+        ({"save": "/proc/x"}, "--save /proc/x cannot be made in /proc"),
+        ({"save": "long" * 99}, r"--save .*long cannot be made in .* \(File name too long\)"),
         ({"data_cache_path": "notes"}, "--data-cache-path .*notes is a file"),
         (
             {"optimizer_cpu_offload": True, "optimizer_offload_dir": "/proc/x"},

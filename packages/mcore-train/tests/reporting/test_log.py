@@ -292,7 +292,9 @@ def test_a_logger_that_blocks_holds_no_step_and_its_lost_points_are_counted(tmp_
     found = sorted(r.message for r in caplog.records if r.levelno == logging.WARNING)
     lost, slow, failed = found
     assert lost == "Blocked did not take 10 of the 10 points of this run in time"
-    assert slow.startswith("Blocked is slow or does not answer: 3 calls wait, further ones are")
+    assert slow.startswith(
+        "Blocked is slow or does not answer: 3 calls are queued, further calls are"
+    )
     assert failed.startswith("Points failed and gets no more numbers of this run (Connection")
     is_up.set()
     waits.close()  # ends the thread

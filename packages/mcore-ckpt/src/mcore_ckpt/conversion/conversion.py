@@ -1,9 +1,9 @@
 """Convert checkpoints between Hugging Face, mcore, Megatron and torch.distributed.checkpoint.
 
 Every format is read as logical tensors and written from them, rows at a time, so that memory
-does not grow with the model; only transposed matrices are held in memory, one at a time. A
-conversion ends with a proof: the output is opened like an input, mapped back to the source's
-tensors, and compared with them bit by bit.
+does not grow with the model; only transposed matrices are held in memory, one at a time. At the
+end of a conversion the output is opened like an input, mapped back to the source's tensors, and
+compared with them bit by bit.
 """
 
 import tempfile
@@ -58,7 +58,7 @@ class Report:
     """Result of a conversion, for the command to print."""
 
     output: Path
-    """The folder to open: a run folder, or a folder of the target format."""
+    """Folder that was written: a run folder, or a folder of the target format."""
     family: str
     """``model_type`` of a Hugging Face model, else the format's own name for the model."""
     num_tensors: int
@@ -68,14 +68,14 @@ class Report:
     is_proven: bool
     """Whether the result was read back and compared with the source."""
     fingerprint: str = ""
-    """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
+    """Hash of all logical tensors as read back, equal in all formats; empty: not read back."""
     left_behind: int = 0
     """Entries of the source that are not converted because they are not weights."""
     has_tokenizer: bool = True
     """Whether a tokenizer was copied."""
     logits_differ_by: float | None = None
-    """Largest difference of our model's logits from transformers', relative to the largest of
-    them; None: not compared."""
+    """Largest difference between logits of mcore-models and of transformers, relative to the
+    largest logit; None: not compared."""
     quantization: str = ""
     """How the source stores its quantized matrices, which were dequantized; empty: not
     quantized."""
@@ -98,9 +98,9 @@ def convert(
         source_format: ``hf``, ``mcore``, ``megatron`` or ``dcp``.
         source: folder of the checkpoint.
         target_format: one of the same.
-        output: folder to make; an mcore run folder may exist and gets a release.
+        output: folder to create; an mcore run folder may exist and gets a release.
         options: casts, vocabulary and checks.
-        on_progress: called for each slab written, then, from the beginning, for each tensor
+        on_progress: called for each slab written; then, counted from 0 again, for each tensor
             read back.
 
     Raises:
@@ -115,63 +115,65 @@ def convert(
     if target_format == "mcore":
         check_run_folder(output)
     if source_format == "mcore":
-        native_step(source)  # its error names the format of another program's folder
-    watched: list[Item] = []
+        native_step(source)  # raises an error with the format of another program's folder
+    written_items: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
-        watched.extend(items)
+        written_items.extend(items)
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
-    with opened(source_format, source, options) as found, ThreadPoolExecutor(1) as reading:
-        _check_config(found, source, options.config)
-        _check_tokens(found, options.vocab_size)
+    with opened(source_format, source, options) as checkpoint, ThreadPoolExecutor(1) as reading:
+        _check_config(checkpoint, source, options.config)
+        _check_tokens(checkpoint, options.vocab_size)
         if options.check:
-            require_model(found.description)
-        worst: list[float] = []
+            require_model(checkpoint.description)
+        logit_errors: list[float] = []
 
         def judge(written: Rows, folder: Path) -> None:
             if not options.check:
                 return
-            # transformers runs whichever side is a Hugging Face folder, our model the other.
+            # transformers runs the side that is a Hugging Face folder, mcore-models the other.
             is_export = source_format != "hf" and target_format == "hf"
-            weights = found.ours if is_export else written
+            weights = checkpoint.ours if is_export else written
             embedding = "embedding.weight"
-            rows = min(side.entries[embedding].shape[0] for side in (found.ours, written))
+            rows = min(side.entries[embedding].shape[0] for side in (checkpoint.ours, written))
             bound = CAST_ROUNDING if options.dtype else ROUNDING
             with ExitStack() as stack:
                 if not is_export:
                     folder = _as_hf(stack, source_format, as_path(source), options)
-                worst.append(compare_logits(found, weights, rows, folder, bound))
+                logit_errors.append(compare_logits(checkpoint, weights, rows, folder, bound))
 
-        print_ = ""
+        fingerprint = ""
         if target_format == "mcore":
             verify = None
             if options.verify or options.check:
                 verify = partial(verify_native, judge=judge, on_progress=on_progress)
-            word, print_ = write_release(found, output, watch, verify)
+            model_name, fingerprint = write_release(checkpoint, output, watch, verify)
         else:
             with atomic_dir(output) as folder:
-                word = WRITERS[target_format](folder, found, options, watch)
+                model_name = WRITERS[target_format](folder, checkpoint, options, watch)
                 if options.verify or options.check:
-                    print_ = verify_written(found, target_format, folder, judge, on_progress)
+                    fingerprint = verify_written(
+                        checkpoint, target_format, folder, judge, on_progress
+                    )
         return Report(
             output,
-            word,
-            len(found.ours.entries),
-            sum(item.num_bytes for item in watched),
+            model_name,
+            len(checkpoint.ours.entries),
+            sum(item.num_bytes for item in written_items),
             options.verify or options.check,
-            print_,
-            found.left_behind,
-            any(name in TOKENIZER_FILES for name in found.tokenizer),
-            worst[0] if worst else None,
-            found.quantization,
-            found.not_carried,
+            fingerprint,
+            checkpoint.left_behind,
+            any(name in TOKENIZER_FILES for name in checkpoint.tokenizer),
+            logit_errors[0] if logit_errors else None,
+            checkpoint.quantization,
+            checkpoint.not_carried,
         )
 
 
 def _as_hf(stack: ExitStack, source_format: str, source: Path, options: ConvertOptions) -> Path:
-    """Return the source as a Hugging Face folder: itself, or a copy until the stack closes."""
+    """Return the source if it is a Hugging Face folder, else a copy that ``stack`` removes."""
     is_model = source_format == "hf" and not is_peft_folder(source)
     if is_model and "model_type" in read_hf_folder(source).config:
         return source
@@ -208,13 +210,13 @@ def write_release(
     watch: Watch,
     verify: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
-    """Write a release of a run folder, or, with an optimizer's state, the step of that state.
+    """Write a checkpoint into a run folder: a release, or the step of its optimizer's state.
 
     Args:
         source: checkpoint to write.
         output: run folder.
         watch: wraps the items to write.
-        verify: compares what was written with the source, and returns its fingerprint; None:
+        verify: compares the written step with the source and returns a fingerprint; None:
             nothing is read back.
 
     Returns:
@@ -223,15 +225,15 @@ def write_release(
     extra: dict[str, Any] = {"model": source.description, "hf": source.hf}
     step: int | str = RELEASE
     if source.state is not None:
-        # An empty layout, so that no resuming run takes over random streams.
+        # An empty layout, so that a run that resumes does not restore random streams.
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
     with fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
-        print_ = verify(source, target, index) if verify else ""
+        fingerprint = verify(source, target, index) if verify else ""
         commit(target, output, step, finalize_index(index, target))
-    return source.hf.get("model_type") or source.description["family"], print_
+    return source.hf.get("model_type") or source.description["family"], fingerprint
 
 
 def _check_formats(
@@ -242,28 +244,31 @@ def _check_formats(
     options: ConvertOptions,
 ) -> None:
     """Raise ValueError for unknown formats and for options without effect on these formats."""
-    for form in (source_format, target_format):
-        if form not in FORMATS:
-            raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
-        if options.optimizer and form not in STATE_FORMATS:
+    for format_name in (source_format, target_format):
+        if format_name not in FORMATS:
+            raise ValueError(f"format {format_name!r} is not known: use {', '.join(FORMATS)}.")
+        if options.optimizer and format_name not in STATE_FORMATS:
             raise ValueError(
-                f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
-                f"{form} is one of weights alone."
+                f"--optimizer converts between {' and '.join(STATE_FORMATS)} only: leave it "
+                f"out to convert the weights with {format_name}."
             )
     if options.keep_unknown_config_fields and source_format != "hf":
-        raise ValueError("--keep-unknown-config-fields has no effect without an input of hf.")
-    places = ((source_format, as_path(source)), (target_format, as_path(output)))
-    for form, place in places:
-        if form != "mcore" and is_store(place):
+        raise ValueError(
+            "--keep-unknown-config-fields has no effect on an input in the format "
+            f"{source_format}: leave it out."
+        )
+    folders = ((source_format, as_path(source)), (target_format, as_path(output)))
+    for format_name, folder in folders:
+        if format_name != "mcore" and is_store(folder):
             raise ValueError(
-                f"{place} lies in an object store, where only checkpoints of mcore are read "
-                f"and written: copy the {form} side to or from a disk."
+                f"{folder} lies in an object store, where only checkpoints of mcore are read "
+                f"and written: copy the {format_name} side to or from a disk."
             )
     check_target(options, target_format)
 
 
 def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> None:
-    """Raise ValueError for ``--config`` where the input itself names its model."""
+    """Raise ValueError for ``--config`` if the input itself names its model."""
     if config and not source.took_config:
         raise ValueError(
             f"--config {config} has no effect: {folder} itself names its model. Leave it out."

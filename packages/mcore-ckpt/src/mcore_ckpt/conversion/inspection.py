@@ -1,4 +1,4 @@
-"""Inspects checkpoints of any format: lists tensors, verifies bytes, compares two.
+"""Lists the tensors of checkpoints of any format, verifies their bytes, compares two of them.
 
 Checkpoints of different formats are compared by logical names.
 """
@@ -50,7 +50,7 @@ class Contents:
     form: str
     """``mcore``, ``hf``, ``megatron`` or ``dcp``."""
     folder: Path
-    """Where the tensors are."""
+    """Folder of the tensors."""
     tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]]
     """Dtype, shape, and the offsets of the stored boxes, by name."""
     num_files: int
@@ -63,7 +63,7 @@ def find_format(folder: str | Path) -> tuple[str, Path]:
     """Recognize a checkpoint's format.
 
     Returns:
-        The format and the folder that holds the tensors: of a run folder, its latest step.
+        The format and the folder that holds the tensors; for a run folder, its latest step.
     """
     path = as_path(folder)
     if not path.is_dir():
@@ -81,9 +81,9 @@ def native_step(folder: str | Path) -> Path:
     form, step = find_format(folder)
     if form != "mcore":
         raise ValueError(
-            f"{step} is a checkpoint in the format {form}, but one of mcore is required: "
-            f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any, and "
-            "verify with --fingerprint."
+            f"{step} is a checkpoint in the format {form}, but mcore is required: convert it "
+            f"with mcore-ckpt convert {form}-to-mcore. inspect, and verify with --fingerprint, "
+            "take any format."
         )
     return step
 
@@ -93,13 +93,13 @@ def contents(folder: str | Path, config: str = "") -> Contents:
 
     Raises:
         ValueError: if there is no checkpoint, or ``config`` has no effect.
-        CheckpointError: if it is damaged.
+        CheckpointError: if the checkpoint is damaged.
     """
     form, path = find_format(folder)
     if form == "megatron" and not (path / DCP_METADATA).is_file():
-        with opened("megatron", path, ConvertOptions(config=config)) as found:
-            model = {"model": found.description}
-            return _of_entries(form, path, found.theirs.entries, model)
+        with opened("megatron", path, ConvertOptions(config=config)) as checkpoint:
+            model = {"model": checkpoint.description}
+            return _of_entries(form, path, checkpoint.theirs.entries, model)
     if config:
         raise ValueError(
             f"--config {config} has no effect without --compare: {path} is listed without it. "
@@ -112,13 +112,15 @@ def contents(folder: str | Path, config: str = "") -> Contents:
         kind = {"model_type": hf.config.get("model_type")}
         return _of_entries(form, path, hf.tensors, kind)
     if (path / DCP_METADATA).is_file():
-        listed = read_dcp_folder(path)
-        files = {place.file for one in listed.tensors.values() for *_, place in one.boxes}
-        tensors = {
-            name: (one.dtype, one.shape, tuple(offsets for offsets, _, _ in one.boxes))
-            for name, one in listed.tensors.items()
+        dcp = read_dcp_folder(path)
+        files = {
+            location.file for tensor in dcp.tensors.values() for *_, location in tensor.boxes
         }
-        return Contents(form, path, tensors, len(files), {"objects": sorted(listed.objects)})
+        tensors = {
+            name: (tensor.dtype, tensor.shape, tuple(offsets for offsets, _, _ in tensor.boxes))
+            for name, tensor in dcp.tensors.items()
+        }
+        return Contents(form, path, tensors, len(files), {"objects": sorted(dcp.objects)})
     index = read_index(path)
     return _of_entries(form, path, index.tensors, index.extra)
 
@@ -135,7 +137,7 @@ def _of_entries(
 
 
 def rows(folder: str | Path, config: str = "") -> list[dict[str, Any]]:
-    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks and how they are cut.
+    """Return a row for each tensor: name, dtype, shape, bytes, chunks and their layout.
 
     Arguments and errors are those of ``contents``.
     """
@@ -166,19 +168,19 @@ def describe(folder: str | Path, config: str = "") -> str:
 
     Arguments and errors are those of ``contents``.
     """
-    held = contents(folder, config)
+    checkpoint = contents(folder, config)
     groups: dict[tuple[str, str, tuple[int, ...], str], int] = {}
     total = 0
-    for name, (dtype, shape, boxes) in held.tensors.items():
+    for name, (dtype, shape, boxes) in checkpoint.tensors.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         key = (pattern, dtype, shape, layout(shape, boxes))
         groups[key] = groups.get(key, 0) + 1
         total += _num_bytes(dtype, shape)
     lines = [
-        f"{held.folder} ({held.form})",
-        f"{len(held.tensors)} tensors, {size_text(total)}, {held.num_files} files",
+        f"{checkpoint.folder} ({checkpoint.form})",
+        f"{len(checkpoint.tensors)} tensors, {size_text(total)}, {checkpoint.num_files} files",
     ]
-    for key, value in sorted(held.extra.items()):
+    for key, value in sorted(checkpoint.extra.items()):
         lines.append(f"extra.{key}: {value!s:.100}")
     width = max((len(pattern) for pattern, *_ in groups), default=0)
     for (pattern, dtype, shape, cut), count in sorted(groups.items(), key=lambda g: g[0][0]):
@@ -222,33 +224,32 @@ def check_fingerprint(
 ) -> tuple[Path, int, int]:
     """Read all weights of a checkpoint of any format and compare their fingerprint.
 
-    The fingerprint is the one that ``convert`` prints: a hash of names, dtypes, shapes and
-    values of
-    the weights under our names, equal in all formats. It does not cover config.json, the
-    tokenizer or an optimizer's state.
+    The fingerprint, which ``convert`` prints, is a hash of the weights' logical names, dtypes,
+    shapes and values, equal in all formats. It does not cover config.json, the tokenizer or an
+    optimizer's state.
 
     Returns:
         As ``check``.
 
     Raises:
-        ValueError: if ``wanted`` is no fingerprint, or there is no checkpoint.
+        ValueError: if ``wanted`` is not a fingerprint, or there is no checkpoint.
         CheckpointError: if the weights differ, or files are damaged.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", wanted):
         raise ValueError(
-            f"--fingerprint {wanted} is none: give the 32 digits and letters that convert "
-            "printed."
+            f"--fingerprint {wanted} is not a fingerprint: give the 32 digits and letters that "
+            "convert printed."
         )
     form, path = find_format(folder)
     options = ConvertOptions(keep_unknown_config_fields=form == "hf")
-    with opened(form, path, options) as found:
-        got = fingerprint(found.ours, on_progress, trusts_checksums=False)
-        entries = found.ours.entries.values()
+    with opened(form, path, options) as checkpoint:
+        actual = fingerprint(checkpoint.ours, on_progress, trusts_checksums=False)
+        entries = checkpoint.ours.entries.values()
         num_bytes = sum(entry.num_bytes for entry in entries)
-        if got != wanted:
+        if actual != wanted:
             raise CheckpointError(
-                f"{path} has the fingerprint {got}, not {wanted}: its weights are not those "
-                "that were converted. Copy the folder again, or convert again."
+                f"{path} has the fingerprint {actual}, not {wanted}: its weights differ from "
+                "the converted ones. Copy the folder again, or convert again."
             )
         return path, len(entries), num_bytes
 
@@ -258,16 +259,16 @@ def differences(
 ) -> list[str]:
     """Compare two checkpoints of any layouts and formats.
 
-    Two mcore steps are compared completely, optimizer included; otherwise the weights alone.
+    Two mcore steps are compared completely, including the optimizer; otherwise only weights.
 
     Args:
         one: a run or step folder, or a folder of another format.
-        other: the same.
+        other: the folder to compare it with.
         config: config.json of the model, for checkpoints that do not name their model.
-        on_progress: called for each tensor that both hold.
+        on_progress: called for each tensor that both checkpoints hold.
 
     Returns:
-        One sentence for each tensor that is missing in one or differs; empty if they are equal.
+        One message for each tensor that differs or is missing on one side; empty if none is.
 
     Raises:
         ValueError: if a folder holds no checkpoint, or neither names its model.
@@ -283,9 +284,11 @@ def differences(
                 reader = stack.enter_context(Reader(folder))
                 sides.append(Source(reader, read_index(folder).tensors))
             else:
-                found = stack.enter_context(opened(form, folder, ConvertOptions(config=config)))
-                sides.append(found.ours)
-                took_config |= found.took_config
+                checkpoint = stack.enter_context(
+                    opened(form, folder, ConvertOptions(config=config))
+                )
+                sides.append(checkpoint.ours)
+                took_config |= checkpoint.took_config
         if config and not took_config:
             raise ValueError(
                 f"--config {config} has no effect: both checkpoints themselves name their "
@@ -299,16 +302,16 @@ def _differences(
 ) -> list[str]:
     a, b = sides
     missing, extra = name_problems(a.entries, b.entries)
-    found = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
-    found += [f"only in {folders[1]}: {name}" for name in extra]
+    messages = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
+    messages += [f"only in {folders[1]}: {name}" for name in extra]
     both = sorted(a.entries.keys() & b.entries.keys())
     sizes = {name: a.entries[name].num_bytes for name in both}
     for name in named_with_progress(sizes, on_progress, "comparing"):
         x, y = a.entries[name], b.entries[name]
         if (x.dtype, x.shape) != (y.dtype, y.shape):
-            found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+            messages.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
             continue
         pairs = zip(slabs(a, name), slabs(b, name), strict=True)
         if any(not same_bits(p, q) for p, q in pairs):
-            found.append(f"{name}: values differ")
-    return found
+            messages.append(f"{name}: values differ")
+    return messages

@@ -1,10 +1,9 @@
-"""The last check of a conversion: our model and transformers compute the same logits.
+"""Checks a conversion by logits: mcore-models and transformers must compute the same ones.
 
-``round_trip`` proves that every bit survives the way there and back; a wrong rule whose inverse
-is equally wrong passes that proof. Here our model computes logits from one side's weights and
-transformers from the other's. Needs the extra ``check``. Models are imported by name when a
-check
-runs: no other module of this package needs a model class.
+``round_trip`` shows that a conversion and its inverse keep every bit, which a wrong rule with
+an equally wrong inverse also does. Here mcore-models computes logits from one side's weights
+and transformers from the other's. Needs the extra ``check``. Models are imported by name when a
+check runs: no other module of this package needs a model class.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
 
 CAST_ROUNDING = 5e-2
-"""The same bound where the weights of one side were cast to 16 bits."""
+"""The same bound if the weights of one side were cast to 16 bits."""
 
 _LENGTH = 16
 
@@ -42,9 +41,9 @@ def require_model(description: Mapping[str, Any]) -> None:
     family, known = description["family"], import_module("mcore_models.families").FAMILIES
     if family not in known:
         raise ValueError(
-            f"--check cannot prove this conversion: mcore-models has no running model for the "
-            f"family {family!r}, only for {', '.join(known)}. Without --check names, shapes "
-            "and bits are still proven."
+            f"--check cannot run this model: mcore-models has no model of the family "
+            f"{family!r}, only of {', '.join(known)}. Leave --check out: names, shapes and "
+            "bits are still compared."
         )
     import_module("mcore_models.description").ModelDescription.from_dict(description)
 
@@ -52,16 +51,16 @@ def require_model(description: Mapping[str, Any]) -> None:
 def compare_logits(
     source: OpenCheckpoint, weights: Rows, num_tokens: int, folder: Path, bound: float
 ) -> float:
-    """Compute logits of random tokens by our model and by transformers; compare them.
+    """Compute logits of random tokens by mcore-models and by transformers; compare them.
 
-    Both models run in float32 on the CPU, one at a time. Without a head that predicts tokens
-    hidden states are compared.
+    Both models run in float32 on the CPU, one at a time. For a model without a head that
+    predicts tokens, hidden states are compared.
 
     Args:
         source: the checkpoint that was converted; describes the model.
-        weights: weights of our model, under our names.
-        num_tokens: the random tokens are below this number.
-        folder: the Hugging Face folder that transformers runs.
+        weights: weights for mcore-models, by logical name.
+        num_tokens: random tokens are below this number.
+        folder: Hugging Face folder for transformers.
         bound: largest difference, relative to the largest logit.
 
     Returns:
@@ -77,22 +76,22 @@ def compare_logits(
     try:
         vocab = min(num_tokens, _vocab_size(folder))
         tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
-        want = _their_logits(folder, tokens, source.description, has_logits)
+        their_logits = _their_logits(folder, tokens, source.description, has_logits)
     except Exception as error:  # any error of the library is reported the same way
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"--check: transformers cannot run the model in {folder}: {type(error).__name__}: "
-            f"{reason}. Nothing was kept; without --check names, shapes and bits are still "
-            "proven."
+            f"{reason}. The output was removed. Without --check, names, shapes and bits are "
+            "still compared."
         ) from error
-    got = _our_logits(source.description, weights, tokens, has_logits)
+    our_logits = _our_logits(source.description, weights, tokens, has_logits)
     if has_logits:
-        got, want = got[..., :vocab], want[..., :vocab]
-    worst = ((got - want).abs().max() / want.abs().max()).item()
+        our_logits, their_logits = our_logits[..., :vocab], their_logits[..., :vocab]
+    worst = ((our_logits - their_logits).abs().max() / their_logits.abs().max()).item()
     if not worst <= bound:
         raise CheckpointError(
-            f"mcore against transformers: logits differ by {worst:.3g} of the largest, at most "
-            f"{bound:.3g} is rounding. Nothing was kept."
+            f"mcore against transformers: logits differ by {worst:.3g} of the largest, but "
+            f"rounding explains at most {bound:.3g}. The output was removed."
         )
     return worst
 
@@ -105,37 +104,42 @@ def _their_logits(
     folder: Path, tokens: Tensor, description: Mapping[str, Any], has_logits: bool
 ) -> Float[Tensor, "B S V"]:
     """Return logits of transformers, or hidden states of a model without a head for tokens."""
-    kind = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
-    name = kind.get(description["family"], "AutoModelForCausalLM")
+    classes = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+    name = classes.get(description["family"], "AutoModelForCausalLM")
     transformers = import_module("transformers")
     auto = getattr(transformers, name if has_logits else "AutoModel")
     config = transformers.AutoConfig.from_pretrained(folder)
     # transformers' grouped GEMMs of experts require widths that are multiples of 16 bytes.
     config._experts_implementation = "eager"
     model = auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
-    more = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}
+    decoder_input = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}
     with torch.no_grad():
-        found = model(tokens, **more)
-        return (found.logits if has_logits else found[0]).float()
+        output = model(tokens, **decoder_input)
+        return (output.logits if has_logits else output[0]).float()
 
 
 def _our_logits(
     description: Mapping[str, Any], weights: Rows, tokens: Tensor, has_logits: bool
 ) -> Float[Tensor, "B S V"]:
-    made = import_module("mcore_models.description").ModelDescription.from_dict(description)
-    family = import_module("mcore_models.families").FAMILIES[made.family]
+    model_description = import_module("mcore_models.description").ModelDescription.from_dict(
+        description
+    )
+    family = import_module("mcore_models.families").FAMILIES[model_description.family]
     model = family.build(
-        made.config, ParallelContext.single(), vocab_size=made.vocab_size, moe=made.moe
+        model_description.config,
+        ParallelContext.single(),
+        vocab_size=model_description.vocab_size,
+        moe=model_description.moe,
     ).eval()
     with torch.no_grad():
         for name, shard in named_shards(model).items():
             rows = shard.shape[0] if shard.shape else 1
             (piece,) = shard.pieces
             piece.data.copy_(weights.rows(name, 0, rows))
-        if made.family == "t5":
+        if model_description.family == "t5":
             hidden = model((tokens, tokens))["decoder"]
         else:
-            hidden = model(tokens) if made.family == "bert" else model(tokens)[0]
+            hidden = model(tokens) if model_description.family == "bert" else model(tokens)[0]
         if has_logits:
             hidden = model.logits(hidden)
         return hidden.transpose(0, 1)  # [S, B, V] -> [B, S, V]

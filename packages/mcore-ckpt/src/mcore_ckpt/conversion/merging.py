@@ -1,4 +1,4 @@
-"""Merges checkpoints of one model: means, rotations between two, sums of what tunings changed.
+"""Merges checkpoints of one model: means, arcs between two, sums of the changes of fine-tuning.
 
 Tensors are merged one at a time, in float32 (float64 for float64 weights), under logical names,
 so that the folders may have different formats. Means and task arithmetic stream rows; slerp and
@@ -30,10 +30,11 @@ from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.outputs import atomic_dir, check_place, check_room, check_run_folder
 
 Merge = Callable[[list[Tensor]], Tensor]
-"""Computes merged numbers from those of the base, if there is one, and of each model."""
+"""Merges equal parts of one tensor: those of the base, if there is a base, and of each
+model."""
 
 _PARALLEL = 0.9995
-"""Cosine from which slerp is a mean: the sine of the angle is nearly 0."""
+"""Cosine above which slerp is a weighted mean, as the sine of the angle is nearly 0."""
 
 
 def merge(
@@ -47,8 +48,8 @@ def merge(
 
     Args:
         folders: checkpoints of any format.
-        output: a folder of Hugging Face if the first one (the base, if given) is one, else a
-            run folder that gets a release.
+        output: a new Hugging Face folder if the base (without a base: the first checkpoint) is
+            a Hugging Face folder, else a run folder that gets a release.
         options: method and factors.
         on_progress: called for each slab written.
 
@@ -67,15 +68,15 @@ def merge(
     if formats[0] != "hf":
         check_run_folder(output)
     with ExitStack() as stack:
-        found = [
+        checkpoints = [
             stack.enter_context(opened(form, source))
             for form, source in zip(formats, sources, strict=True)
         ]
-        first = found[0]
-        for source, other in zip(sources[1:], found[1:], strict=True):
+        first = checkpoints[0]
+        for source, other in zip(sources[1:], checkpoints[1:], strict=True):
             check_alike(Path(sources[0]), first.ours.entries, Path(source), other.ours.entries)
         merged = MergedRows(
-            [one.ours for one in found], merge_function(weights, options), options.method
+            [one.ours for one in checkpoints], merge_function(weights, options), options.method
         )
         result: OpenCheckpoint = replace(first, ours=merged, state=None, quantization="")
 
@@ -92,25 +93,25 @@ def merge(
 
 
 def _weights(count: int, options: MergeOptions) -> list[float]:
-    """Return a factor for each model; equal ones if none are given."""
-    given = list(options.weights)
-    if given and len(given) != count:
+    """Return a factor for each model; 1 for all if ``--weights`` is empty."""
+    weights = list(options.weights)
+    if weights and len(weights) != count:
         raise ValueError(
-            f"--weights has {len(given)} numbers for {count} checkpoints: give one for each."
+            f"--weights has {len(weights)} numbers for {count} checkpoints: give one for each."
         )
     if options.method == "slerp" and count != 2:
-        raise ValueError(f"--method slerp goes from one model to another: give 2, not {count}.")
+        raise ValueError(f"--method slerp merges two models: give 2 checkpoints, not {count}.")
     if count < (1 if options.base else 2):
         raise ValueError(f"{count} checkpoints cannot be merged: give two or more.")
-    return given or [1.0] * count
+    return weights or [1.0] * count
 
 
 def merge_function(weights: Sequence[float], options: MergeOptions) -> Merge:
-    """Return the function that merges the numbers of the models.
+    """Return the function that merges equal parts of the models' tensors.
 
     Args:
         weights: a factor for each model.
-        options: method, and its numbers.
+        options: method and its parameters.
     """
     functions: dict[str, Merge] = {
         "linear": partial(linear, weights=weights),
@@ -124,7 +125,7 @@ def merge_function(weights: Sequence[float], options: MergeOptions) -> Merge:
 def linear(
     models: Sequence[Float[Tensor, "..."]], *, weights: Sequence[float]
 ) -> Float[Tensor, "..."]:
-    """Return the mean of models, weighted.
+    """Return the weighted mean of the models.
 
     Reference:
         Wortsman et al. 2022, Model soups, arXiv:2203.05482, section 2.
@@ -154,7 +155,7 @@ def slerp(models: Sequence[Float[Tensor, "..."]], *, share: float) -> Float[Tens
 def task_arithmetic(
     models: Sequence[Float[Tensor, "..."]], *, weights: Sequence[float], scale: float
 ) -> Float[Tensor, "..."]:
-    """Return the base (first) plus the sum of the changes to it.
+    """Return the base (first) plus the weighted sum of the models' differences from it.
 
     Reference:
         Ilharco et al. 2023, Editing Models with Task Arithmetic, arXiv:2212.04089.
@@ -171,10 +172,10 @@ def ties(
     scale: float,
     density: float,
 ) -> Float[Tensor, "..."]:
-    """Return the base (first) plus the largest changes to it on which most models agree.
+    """Return the base (first) plus the mean of the largest changes of the prevailing sign.
 
-    Of each model's changes the largest in magnitude are kept; a number's sign is that of the
-    sum over models; changes with this sign are averaged.
+    Each model's changes of largest magnitude are kept. For each element, the sign of the sum
+    over models prevails, and the changes with this sign are averaged.
 
     Reference:
         Yadav et al. 2023, TIES-Merging, arXiv:2306.01708, section 4, algorithm 1.
@@ -190,7 +191,7 @@ def ties(
 
 
 def _largest(change: Tensor, density: float) -> Tensor:
-    """Return a tensor with all but its largest magnitudes set to zero."""
+    """Return a tensor with all elements but those of largest magnitude set to zero."""
     size = change.abs().flatten()
     count = max(1, round(density * len(size)))
     chosen = torch.zeros_like(size, dtype=torch.bool)
@@ -202,10 +203,10 @@ class MergedRows:
     """Rows of the merged model."""
 
     def __init__(self, models: Sequence[Rows], merge: Merge, method: str) -> None:
-        """Read nothing.
+        """List the merged tensors; values are read later.
 
         Args:
-            models: the base, if there is one, and the models, with the same tensors.
+            models: the base, if there is a base, and the models, with the same tensors.
             merge: merges equal parts of their tensors.
             method: name of the method; slerp and ties merge whole tensors.
         """
@@ -235,7 +236,7 @@ class MergedRows:
         parts = [model.rows(name, begin, stop) for model in self._models]
         if not dtype.is_floating_point or not prod(entry.shape):
             if any(not torch.equal(part, parts[0]) for part in parts):
-                raise ValueError(f"{name} holds whole numbers that differ: they do not merge.")
+                raise ValueError(f"{name} holds integers that differ, which cannot be merged.")
             return parts[0]
         wide = torch.promote_types(dtype, torch.float32)
         return self._merge([part.to(wide) for part in parts]).to(dtype)

@@ -1,4 +1,4 @@
-"""Options of converting and upcycling, one field a flag of the command; imports no torch."""
+"""Options of convert, merge and upcycle; each field is a flag. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,11 +10,11 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
     "bf16": "BF16",
     "bfloat16": "BF16",
 }
-"""Dtypes to cast to, by the names that users give."""
+"""Safetensors' name of each dtype of ``--dtype``."""
 
 
 def _wrong_size(values: Any) -> str:
-    """Return why ``--max-shard-size`` is no size; empty if it is one."""
+    """Return the error message for an invalid ``--max-shard-size``, else ''."""
     try:
         parse_size(values.max_shard_size)
     except ValueError as error:
@@ -24,14 +24,12 @@ def _wrong_size(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions(Options):
-    """What a conversion changes, carries along and checks."""
+    """Casts, cuts, carried parts and checks of a conversion."""
 
     dtype: str = option(
         "",
         excludes={
-            "optimizer": Because(
-                "as main weights and moments belong to the weights as they are"
-            )
+            "optimizer": Because("as main weights and moments belong to the unchanged weights")
         },
     )
     """Cast weights to bf16, fp16 or fp32; empty: keep their dtype."""
@@ -60,27 +58,27 @@ class ConvertOptions(Options):
     """Names in a torch.distributed.checkpoint directory: mcore or hf."""
 
     keep_unknown_config_fields: bool = False
-    """Carry unknown fields of a config.json along instead of refusing them; they must not
-    change what the model computes."""
+    """Copy unknown fields of a config.json instead of refusing them; the fields must not change
+    what the model computes."""
 
     optimizer: bool = False
     """Between mcore and megatron, also convert the optimizer's state, iteration, schedule and
     position in the data, so that training can resume."""
 
     experts_apart: bool = False
-    """With --optimizer to megatron: that run will have --expert-model-parallel-size above 1,
-    and so a separate optimizer for experts."""
+    """With --optimizer to megatron: write a separate optimizer for experts, which runs with
+    --expert-model-parallel-size above 1 have."""
 
     verify: bool = True
     """Read the result back and compare it with the source, bit by bit."""
 
     check: bool = False
-    """Compare logits of our model with those of transformers, in float32 on the CPU; outputs
-    that differ, or that no model here can run, are not kept."""
+    """Compare logits of mcore-models with those of transformers, in float32 on the CPU; an
+    output whose logits differ, or whose model cannot run here, is removed."""
 
     @property
     def max_shard_bytes(self) -> int:
-        """Most bytes of tensors in one file."""
+        """Largest number of bytes of tensors in one file."""
         return parse_size(self.max_shard_size)
 
     rules = (
@@ -95,7 +93,7 @@ class ConvertOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeOptions(Options):
-    """How the weights of several checkpoints become one."""
+    """Method and factors by which the weights of several checkpoints are merged."""
 
     method: Literal["linear", "slerp", "task_arithmetic", "ties"] = "linear"
     """Mean (linear); arc between two models (slerp); the base plus the sum of all changes to it
@@ -138,8 +136,8 @@ class UpcycleOptions(Options):
     """Experts that each token goes to."""
 
     moe_upcycling_granularity: int = 1
-    """Slices of the dense network, one an expert; the model's function is unchanged where
-    --moe-router-topk is a multiple of it."""
+    """Slices of the dense network, one for each expert; the model computes the same function if
+    --moe-router-topk is a multiple of this number."""
 
     moe_layer_freq: str = "1"
     """Which layers get experts: N for every N-th, or a list of 0 and 1."""
@@ -164,8 +162,8 @@ class UpcycleOptions(Options):
                 or v.num_experts % v.moe_upcycling_granularity
             ),
             "--num-experts {num_experts} must be a multiple of --moe-upcycling-granularity "
-            "{moe_upcycling_granularity}: each slice of the dense network is needed as "
-            "often as the others.",
+            "{moe_upcycling_granularity}, so that all slices of the dense network have "
+            "equally many experts.",
         ),
         Rule(
             ("moe_router_topk", "num_experts"),

@@ -36,10 +36,11 @@ def convert_adapters(
     *,
     on_progress: Progress | None = None,  # noqa: ARG001 - they are small
 ) -> Report:
-    """Convert adapters alone, with the signature of ``convert``; see ``export_adapters``.
+    """Convert adapters without their base, with the signature of ``convert``.
 
     Raises:
-        ValueError: if the source is not of mcore, or an option without effect is given.
+        ValueError: if the source is not of mcore, or an option has no effect; and as
+            ``export_adapters``.
     """
     if source_format != "mcore":
         raise ValueError(
@@ -47,7 +48,7 @@ def convert_adapters(
         )
     if replace(options or ConvertOptions(), verify=True) != ConvertOptions():
         raise ValueError(
-            "mcore-to-peft takes --input and --output alone: leave the others out."
+            "mcore-to-peft takes only --input and --output: leave the other options out."
         )
     return export_adapters(source, output)
 
@@ -55,16 +56,16 @@ def convert_adapters(
 def export_adapters(source: str | Path, output: str | Path) -> Report:
     """Write the adapters of a step as a folder that PEFT reads.
 
-    The adapters are held in memory. The folder is read back: A and B are equal to the bit, and
-    those of a fused module give the same products.
+    The adapters are held in memory. The folder is read back and compared: A and B must be equal
+    bit by bit, or, for a fused module, their products equal up to rounding in float64.
 
     Args:
         source: run folder (its latest step) or step folder of adapters.
-        output: folder to make.
+        output: folder to create.
 
     Raises:
         ValueError: if the step holds no adapters, or PEFT cannot express them.
-        CheckpointError: if files are damaged, or reading the output back gives other adapters.
+        CheckpointError: if files are damaged, or the output read back differs.
     """
     step, output = native_step(source), as_path(output)
     check_place(output, as_path(source))
@@ -72,7 +73,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
     check_files(step, index)
     config = index.extra.get(ADAPTER)
     if not config:
-        raise ValueError(f"{step} holds a whole model and no adapters: use mcore-to-hf.")
+        raise ValueError(f"{step} holds a model and no adapters: use mcore-to-hf.")
     entries = {
         name.removeprefix(PREFIX): entry
         for name, entry in index.tensors.items()
@@ -89,11 +90,13 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
     links, copies, model_type = _links(step)
     with atomic_dir(output) as folder:
         write_adapters(folder, adapters, links, config, copies)
-        again = read_adapters(folder, links)
-        _compare(adapters, again.rows.tensors)
+        read_back = read_adapters(folder, links)
+        _compare(adapters, read_back.rows.tensors)
         tables = {name: t for name, t in adapters.items() if not is_adapter(name)}
-        if any(not torch.equal(t, again.replaced.tensors[name]) for name, t in tables.items()):
-            raise CheckpointError("a table that was trained whole came back changed")
+        if any(
+            not torch.equal(t, read_back.replaced.tensors[name]) for name, t in tables.items()
+        ):
+            raise CheckpointError("a table of --modules-to-save differs when read back")
     num_bytes = sum(t.numel() * t.element_size() for t in adapters.values())
     return Report(output, model_type, len(adapters), num_bytes, is_proven=True)
 
@@ -102,11 +105,11 @@ def _links(step: Path) -> tuple[list[Link], Mapping[str, str], str]:
     """Return links of the base's tensors to Hugging Face names, tied copies, and the family."""
     config = read_index(step).extra[ADAPTER]
     base = as_path(find_base(step, config)) if config["base"] else step
-    form = "hf" if is_hf_folder(base) else "mcore"
-    with opened(form, base) as found:
-        model_type = target_model_type(found, "")
-        table = find_family(model_type).table(found.description)
-        links = list(found.links) if form == "hf" else expand(table)
+    base_format = "hf" if is_hf_folder(base) else "mcore"
+    with opened(base_format, base) as checkpoint:
+        model_type = target_model_type(checkpoint, "")
+        table = find_family(model_type).table(checkpoint.description)
+        links = list(checkpoint.links) if base_format == "hf" else expand(table)
         return links, table.copies, model_type
 
 
@@ -125,4 +128,4 @@ def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
             for each, own in ((wanted, kinds), (again, other))
         ]
         if not torch.allclose(*products, rtol=1e-12, atol=1e-12):
-            raise CheckpointError(f"the adapter of {weight} came back changed")
+            raise CheckpointError(f"the adapter of {weight} differs when read back")

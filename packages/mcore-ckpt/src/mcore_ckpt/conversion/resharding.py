@@ -1,7 +1,7 @@
-"""Rewrites checkpoints without building a model: as whole tensors, resharded or averaged.
+"""Rewrites checkpoints as complete tensors without building a model: resharded or averaged.
 
 Any step loads under any layout unchanged; resharding offline joins the boxes of a thousand
-ranks, so that later reads are long. Tensors stream in slabs of rows.
+ranks, so that later reads are few and long. Tensors are streamed in slabs of rows.
 """
 
 import heapq
@@ -36,13 +36,13 @@ from mcore_ckpt.storage.paths import INDEX, RELEASE, commit
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 KEPT_AVERAGE = "optimizer.average."
-"""Names of the averaged weights that a run keeps in its optimizer's state."""
+"""Prefix of the averaged weights that a run keeps in its optimizer's state."""
 
 
 def write_whole(
     folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
 ) -> Index:
-    """Write complete tensors to files of similar size; the caller commits the index."""
+    """Write complete tensors to files of similar size; return the index, not yet written."""
     tensors: dict[str, TensorEntry] = {}
     files = {}
     for number, mine in enumerate(_spread(items, num_files)):
@@ -70,7 +70,7 @@ def reshard(
 
     Args:
         source: run folder (its latest step) or step folder.
-        output: another run folder; gets the step under its own name.
+        output: another run folder, which gets the step under the same name.
         num_files: files to spread the tensors over.
         on_progress: called for each slab written.
 
@@ -81,7 +81,7 @@ def reshard(
         ValueError: if there is no checkpoint, ``num_files`` is below 1, or the output lies in
             the source or is a checkpoint of another format.
         CheckpointError: if files are damaged, the disk is full, or the output holds this step.
-            Then nothing is left of the output.
+            Then the output is removed.
     """
     if num_files < 1:
         raise ValueError(f"--num-files {num_files} must be 1 or more.")
@@ -104,9 +104,9 @@ def average(
 ) -> Path:
     """Average the weights of several steps into a ``release``; optimizer states are dropped.
 
-    Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
-    Averaging Weights Leads to Wider Optima, arXiv:1803.05407. Of a single step, the average
-    that its run kept (``--ema-decay``, Schedule-Free) in the dtype of the weights.
+    Sums in float32 (float64 for float64 weights), in the order of ``sources``. Izmailov et al.
+    2018, Averaging Weights Leads to Wider Optima, arXiv:1803.05407. A single step gives the
+    average that its run kept (``--ema-decay``, Schedule-Free), in the dtype of the weights.
 
     Args:
         sources: run or step folders of one model.
@@ -117,22 +117,23 @@ def average(
         The release's folder.
 
     Raises:
-        ValueError: if the only one keeps no average, one has no weights, they hold different
-            tensors, or the output is inside one of them or is a checkpoint of another format.
+        ValueError: if a single source keeps no average, a source has no weights, sources hold
+            different tensors, or the output is inside a source or is a checkpoint of another
+            format.
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
-            Then nothing is left of the output.
+            Then the output is removed.
     """
     output = as_path(output)
-    found = native_steps(output, *sources)
-    steps, indices = zip(*found, strict=True)
+    steps_with_index = native_steps(output, *sources)
+    steps, indices = zip(*steps_with_index, strict=True)
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
     ]
     for step, mine in zip(steps, weights, strict=True):
         if not mine:
             raise ValueError(
-                f"{step} holds no weights to average: their names begin with 'model.', as "
-                "training and convert save them."
+                f"{step} holds no weights to average: none of its names begins with 'model.', "
+                "as in steps of training and convert."
             )
     has_average = any(name.startswith(KEPT_AVERAGE) for name in indices[0].tensors)
     if len(steps) == 1 and not has_average:
@@ -152,13 +153,13 @@ def average(
             Source(reader, index.tensors)
             for reader, index in zip(readers, indices, strict=True)
         ]
-        mean = _kept_slabs if len(steps) == 1 else _mean_slabs
+        slabs_of = _kept_slabs if len(steps) == 1 else _mean_slabs
         items = [
-            Item(name, entry.dtype, entry.shape, partial(mean, tensors, name))
+            Item(name, entry.dtype, entry.shape, partial(slabs_of, tensors, name))
             for name, entry in weights[0].items()
         ]
         items = with_progress(items, on_progress)
-        return write_step(output, RELEASE, items, extra, found[0])
+        return write_step(output, RELEASE, items, extra, steps_with_index[0])
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
@@ -178,9 +179,11 @@ def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
 def _kept_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
     (source,) = sources
     entry, average = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
-    kept = average if average in source.entries else name  # such as biases of routers
+    stored_name = (
+        average if average in source.entries else name
+    )  # not averaged: biases of routers
     for begin, stop in row_groups(entry.shape):
-        yield source.rows(kept, begin, stop).to(DTYPES[entry.dtype])
+        yield source.rows(stored_name, begin, stop).to(DTYPES[entry.dtype])
 
 
 def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
@@ -190,7 +193,9 @@ def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
         parts = [source.rows(name, begin, stop) for source in sources]
         if not dtype.is_floating_point:
             if any(not torch.equal(part, parts[0]) for part in parts):
-                raise ValueError(f"{name} holds whole numbers that differ: no mean of them.")
+                raise ValueError(
+                    f"{name} holds integers that differ, which cannot be averaged."
+                )
             yield parts[0]
             continue
         wide = torch.promote_types(dtype, torch.float32)
@@ -223,14 +228,14 @@ def _step_of(folder: Path) -> int | str:
 
 
 def native_steps(output: Path, *sources: str | Path) -> list[tuple[Path, Index]]:
-    """Return the steps to read with checked files; ValueError if the output is inside one."""
+    """Return the steps to read, with their files checked; ValueError for a wrong output."""
     steps = [native_step(source) for source in sources]
     check_place(output, *steps)
     check_run_folder(output)
-    found = [(step, read_index(step)) for step in steps]
-    for step, index in found:
+    steps_with_index = [(step, read_index(step)) for step in steps]
+    for step, index in steps_with_index:
         check_files(step, index)
-    return found
+    return steps_with_index
 
 
 def write_step(
@@ -251,10 +256,10 @@ def write_step(
 
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:
     """Copy all files that are not tensors from one step's folder to another's."""
-    # Files that belong to the Hugging Face form of a step, which the copy has not.
-    gone = {INDEX, HF_INDEX, "config.json", *index.files}
+    # Files that make a step a Hugging Face folder too, which the copy is not.
+    skipped = {INDEX, HF_INDEX, "config.json", *index.files}
     if (step / "tokenizer").is_dir():
-        gone.update(TOKENIZER_FILES)  # copies at the root served the Hugging Face form
+        skipped.update(TOKENIZER_FILES)  # copied to the root for the Hugging Face folder
     for entry in sorted(step.iterdir()):
-        if entry.name not in gone:
+        if entry.name not in skipped:
             copy_durably(entry, target / entry.name)

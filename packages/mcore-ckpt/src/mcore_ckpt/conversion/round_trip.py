@@ -1,4 +1,4 @@
-"""The proof that ends a conversion: the output is read, mapped back and compared bit by bit."""
+"""Verifies a conversion: reads the output, maps it back and compares it bit by bit."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -24,15 +24,15 @@ from mcore_ckpt.storage.files import Checksums, Reader, memory
 from mcore_ckpt.storage.index import Index
 
 Judge = Callable[[Rows, Path], None]
-"""Inspects an output that was read back, before it is kept; raises to have it removed."""
+"""Checks an output that was read back; if it raises, the output is removed."""
 
 
 def fingerprint(
     tensors: Rows, on_progress: Progress | None = None, *, trusts_checksums: bool = True
 ) -> str:
-    """Hash tensors: names, dtypes, shapes and content, in the order of names.
+    """Return a hash of tensors' names, dtypes, shapes and values, in the order of names.
 
-    Values enter as the CRC32 of each block.
+    Values enter the hash as the CRC32 of each block.
 
     Args:
         tensors: by logical name.
@@ -57,17 +57,23 @@ def fingerprint(
 
 
 def verify_tensors(
-    source: OpenCheckpoint | StateKind, again: Rows, on_progress: Progress | None = None
+    source: OpenCheckpoint | StateKind, read_back: Rows, on_progress: Progress | None = None
 ) -> None:
-    """Map tensors that were read back from the output to the source's, and compare them."""
-    if again.entries.keys() != source.ours.entries.keys():
-        odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
-        raise CheckpointError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
-    before: dict[str, int] = {}
+    """Map the output's tensors back to the source's format and compare them bit by bit.
+
+    Raises:
+        CheckpointError: with the first tensor that differs.
+    """
+    if read_back.entries.keys() != source.ours.entries.keys():
+        differing = sorted(read_back.entries.keys() ^ source.ours.entries.keys())
+        raise CheckpointError(
+            f"proof failed: {differing[0]} is on one side only. The output was removed."
+        )
+    source_rows: dict[str, int] = {}
     for link in source.links:
         shape = source.theirs.entries[link.theirs].shape
-        before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
-    back = ResizedTensors(again, before)
+        source_rows |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
+    resized = ResizedTensors(read_back, source_rows)
     links = {link.theirs: link for link in source.links}
     sizes = {name: source.theirs.entries[name].num_bytes for name in links}
     for name in named_with_progress(sizes, on_progress, "reading back"):
@@ -76,9 +82,11 @@ def verify_tensors(
         rows = shape[0] if shape else 1
         if not link.transposed and shape:
             # Padding rows have no meaning; removed rows cannot be restored.
-            kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
-            rows = sum(kept)
-        _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
+            common_rows = [
+                min(read_back.entries[name].shape[0], source_rows[name]) for name in link.ours
+            ]
+            rows = sum(common_rows)
+        _compare(link.theirs, their_slabs(link, resized), source.theirs, rows)
 
 
 def verify_written(
@@ -99,13 +107,13 @@ def verify_written(
     options = ConvertOptions(
         vocab_size=size, optimizer=has_state, keep_unknown_config_fields=form == "hf"
     )
-    with opened(form, folder, options) as again:
-        verify_tensors(source, again.ours, on_progress)
-        if source.state is not None and again.state is not None:
+    with opened(form, folder, options) as read_back:
+        verify_tensors(source, read_back.ours, on_progress)
+        if source.state is not None and read_back.state is not None:
             for kind, part in source.state.parts.items():
-                verify_tensors(part, again.state.parts[kind].ours, on_progress)
-        judge(again.ours, folder)
-        return fingerprint(again.ours, on_progress)
+                verify_tensors(part, read_back.state.parts[kind].ours, on_progress)
+        judge(read_back.ours, folder)
+        return fingerprint(read_back.ours, on_progress)
 
 
 def verify_native(
@@ -145,12 +153,12 @@ def _compare(name: str, written: Iterator[Tensor], source: Rows, rows: int) -> N
         count = min(slab.shape[0] if slab.dim() else 1, rows - done)
         if count <= 0:
             return
-        there = source.rows(name, done, done + count)
-        if not same_bits(slab[:count] if slab.dim() else slab, there):
+        expected = source.rows(name, done, done + count)
+        if not same_bits(slab[:count] if slab.dim() else slab, expected):
             raise CheckpointError(
-                f"proof failed: {name} is not what the output gives on the way back. It was "
-                "not kept."
+                f"proof failed: {name} differs when the output is converted back. The output "
+                "was removed."
             )
         done += count
     if done != rows:
-        raise CheckpointError(f"proof failed: {name} came back with {done} of {rows} rows")
+        raise CheckpointError(f"proof failed: the output gives {done} of {rows} rows of {name}")

@@ -1,4 +1,4 @@
-"""Writers of every format, for a checkpoint that was opened; an output appears complete."""
+"""Writes an open checkpoint in each format."""
 
 import json
 from argparse import Namespace
@@ -22,7 +22,7 @@ from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder
 
 Watch = Callable[[Sequence[Item]], list[Item]]
-"""Wraps items, to observe what is written."""
+"""Wraps the items to write, to check their size and report progress."""
 
 _TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -35,7 +35,7 @@ _TAKEN_BY = {
     "transformer_impl": ("megatron",),
     "experts_apart": ("megatron",),
 }
-"""Options that concern an output, and the formats that they apply to."""
+"""Options of an output, and the formats that they apply to."""
 
 _DEFAULTS = ConvertOptions()
 
@@ -49,13 +49,13 @@ def check_target(options: ConvertOptions, target: str) -> None:
         if target not in takes and getattr(options, name) != getattr(_DEFAULTS, name):
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--{flag} has no effect on an output in the format {target}: it concerns "
-                f"{' and '.join(sorted(takes))}. Leave it out."
+                f"--{flag} has no effect on an output in the format {target}, only on "
+                f"{' and '.join(sorted(takes))}: leave it out."
             )
 
 
 def our_items(source: OpenCheckpoint) -> list[Item]:
-    """List a checkpoint's tensors under logical names, as items to write."""
+    """Return a checkpoint's tensors, with logical names, as items to write."""
     items = [
         replace(item, name=PREFIX + item.name)
         for item in their_items(expand(native_table(source.ours.entries)), source.ours)
@@ -85,15 +85,17 @@ def write_hf(
     family = find_family(model_type)
     origin = source.hf.get("model_type", model_type)
     # Fields that only the source's family has are dropped.
-    alone = () if origin == model_type else inference_fields(find_family(origin))
-    carried = {n: value for n, value in source.hf.get("config", {}).items() if n not in alone}
+    origin_fields = () if origin == model_type else inference_fields(find_family(origin))
+    carried = {
+        n: value for n, value in source.hf.get("config", {}).items() if n not in origin_fields
+    }
     # Carried fields first, so that those of the family override them.
     try:
         config = {**carried, **family.to_theirs(source.description)}
     except ValueError as error:
         raise ValueError(
-            f"{model_type} cannot express this model: {error}. Leave --model-type out to have "
-            "a family found that can."
+            f"{model_type} cannot express this model: {error}. Leave --model-type out to write "
+            "a family that can."
         ) from None
     items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
@@ -145,7 +147,7 @@ def write_megatron(
 ) -> str:
     """Write a run folder that megatron-core loads; return ``torch_dist``.
 
-    Without an optimizer's state it is a release, else the step of that state.
+    Without an optimizer's state the run folder gets a release, else the step of the state.
 
     Raises:
         ValueError: if Megatron cannot express the model, or an option is out of range.
@@ -164,23 +166,23 @@ def write_megatron(
     )
     if options.experts_apart and not (table.num_experts and source.state is not None):
         raise ValueError(
-            "--experts-apart is about the optimizer's state of experts: leave it out, or give "
-            "--optimizer with a model that has experts."
+            "--experts-apart applies to the optimizer's state of experts: leave it out, or "
+            "give --optimizer with a model that has experts."
         )
     items = _items(table, source)
     step = RELEASE
-    more: dict[str, Any] = {"iteration": 0}
+    progress: dict[str, Any] = {"iteration": 0}
     arguments = megatron_names.to_arguments(source.description, padded)
     arguments["make_vocab_size_divisible_by"] = multiple
     if source.state is not None:
         items += state_items(table, source.state, source.ours)
         apart = options.experts_apart
-        more = to_common(source.state.progress, arguments, experts_apart=apart)
-        step = more["iteration"]
+        progress = to_common(source.state.progress, arguments, experts_apart=apart)
+        step = progress["iteration"]
     common = {
         "args": Namespace(**arguments),
         "checkpoint_version": megatron_names.CHECKPOINT_VERSION,
-        **more,
+        **progress,
         EXTRA: _extra(source),
     }
     from mcore_ckpt.formats.dcp_writing import write_dcp_folder
@@ -191,8 +193,8 @@ def write_megatron(
     objects["common_state/shard_0_1"] = [common]
     write_dcp_folder(target, watch(items), objects, max_file_bytes=options.max_shard_bytes)
     write_small_files(target, source)
-    form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    write_durably(target / "metadata.json", json.dumps(form).encode())
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    write_durably(target / "metadata.json", json.dumps(backend).encode())
     write_durably(folder / TRACKER, str(step).encode())
     return "torch_dist"
 
@@ -232,5 +234,5 @@ def _dtype_fields(items: Sequence[Item]) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.dtype] = sizes.get(item.dtype, 0) + item.num_bytes
-    word = _TORCH_WORDS.get(max(sizes, key=lambda name: sizes[name]), "float32")
-    return {"torch_dtype": word, "dtype": word}
+    dtype_name = _TORCH_WORDS.get(max(sizes, key=lambda name: sizes[name]), "float32")
+    return {"torch_dtype": dtype_name, "dtype": dtype_name}

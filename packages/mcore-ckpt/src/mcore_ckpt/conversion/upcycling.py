@@ -1,11 +1,11 @@
-"""Upcycling: a checkpoint of a dense model becomes one of a mixture of experts.
+"""Upcycling: converts a checkpoint of a dense model to a mixture of experts.
 
-Every expert begins as the dense feed-forward network, or with a granularity of g as one of its
-g slices along the width. A router's rows are drawn once for g experts in turn, whose slices
-together are the dense network, so that a token routed to them gets the dense output. He et al.
-2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524. The scale goes
-into linear factors (up-projection and second matrix), never into a gate, so that the function
-is unchanged where k is a multiple of g and weights sum to 1.
+Each expert starts as the dense feed-forward network, or with a granularity of g as one of its g
+slices along the width. The g experts whose slices make up the dense network share one random
+router row, so that a token that is routed to all of them gets the dense output. He et al. 2024,
+Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524. The scale multiplies
+linear factors (up-projection and second matrix), never a gate, so that the model computes the
+same function if k is a multiple of g and weights sum to 1.
 """
 
 import logging
@@ -61,32 +61,33 @@ def upcycle(
         ValueError: if the checkpoint does not describe a dense model with feed-forward layers,
             the granularity does not divide their width, or the output lies in the source.
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
-            Then nothing is left of the output.
+            Then the output is removed.
     """
     output, folder = as_path(output), resolve_folder(as_path(source), takes_any=True)
-    form = folder_format(folder) or "mcore"
+    format_name = folder_format(folder) or "mcore"
     check_place(output, folder)
     check_run_folder(output)
     if options.moe_router_topk % options.moe_upcycling_granularity:
         log.warning(
-            "--moe-router-topk %d is no multiple of --moe-upcycling-granularity %d: the new "
-            "model does not compute the dense one's function.",
+            "--moe-router-topk %d is not a multiple of --moe-upcycling-granularity %d: the new "
+            "model does not compute the function of the dense model.",
             options.moe_router_topk,
             options.moe_upcycling_granularity,
         )
     if options.moe_router_pre_softmax and options.init_method_std:
         log.warning(
-            "--moe-router-pre-softmax weighs experts by a softmax over all, which a random "
-            "router makes unequal: the new model computes the dense one's function only "
-            "approximately. --init-method-std 0, or leaving the flag out, keeps it.",
+            "--moe-router-pre-softmax weighs experts by a softmax over all experts, which a "
+            "random router makes unequal: the new model computes the function of the dense "
+            "model only approximately. For equality use --init-method-std 0, or leave the "
+            "flag out.",
         )
-    with opened(form, folder) as found:
-        description = found.description
+    with opened(format_name, folder) as dense:
+        description = dense.description
         if description.get("moe", {}).get("num_experts", 0):
-            raise ValueError(f"{folder} holds experts already: upcycle a dense model.")
+            raise ValueError(f"{folder} has experts already: give a dense model.")
         layers = _layers(folder, description, options)
-        items = _items(found.ours, layers, options)
-        dense_width = found.ours.entries[f"blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
+        items = _items(dense.ours, layers, options)
+        dense_width = dense.ours.entries[f"blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
         moe = {
             **_fields(options),
             "moe_ffn_hidden_size": dense_width // options.moe_upcycling_granularity,
@@ -95,7 +96,7 @@ def upcycle(
         check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, RELEASE) as target:
             index = write_whole(target, with_progress(items, on_progress), extra)
-            write_small_files(target, found)
+            write_small_files(target, dense)
             return commit(target, output, RELEASE, finalize_index(index, target))
 
 
@@ -104,7 +105,8 @@ def _layers(step: Path, description: Mapping[str, Any], options: UpcycleOptions)
     layers = [layer for layer, has_experts in enumerate(pattern) if has_experts]
     if not layers:
         raise ValueError(
-            f"--moe-layer-freq {options.moe_layer_freq} gives no layer of {step} experts."
+            f"--moe-layer-freq {options.moe_layer_freq} selects no layer of {step}: give a "
+            "frequency or list that selects one."
         )
     return layers
 
@@ -123,24 +125,24 @@ def _fields(options: UpcycleOptions) -> dict[str, Any]:
 def _items(source: Rows, layers: list[int], options: UpcycleOptions) -> list[Item]:
     """List the items of the new checkpoint, in the order of the old one."""
     items = []
-    places = {f"blocks.{layer}.mlp.": layer for layer in layers}
+    layer_of_prefix = {f"blocks.{layer}.mlp.": layer for layer in layers}
     seen = set()
     for name, entry in source.entries.items():
-        place = next((p for p in places if name.startswith(p)), None)
-        if place is None:
+        prefix = next((p for p in layer_of_prefix if name.startswith(p)), None)
+        if prefix is None:
             items.append(
                 Item(PREFIX + name, entry.dtype, entry.shape, partial(slabs, source, name))
             )
             continue
-        if place not in seen:
-            seen.add(place)
-            items.append(_router(source, place, places[place], options))
-        items += _experts(source, name, place, options)
-    missing = places.keys() - seen
+        if prefix not in seen:
+            seen.add(prefix)
+            items.append(_router(source, prefix, layer_of_prefix[prefix], options))
+        items += _experts(source, name, prefix, options)
+    missing = layer_of_prefix.keys() - seen
     if missing:
         raise ValueError(
             f"{sorted(missing)[0]}* is not in the checkpoint: only layers with a dense "
-            "feed-forward network can become experts. Leave it out of --moe-layer-freq."
+            "feed-forward network can get experts. Leave the layer out of --moe-layer-freq."
         )
     return items
 
@@ -156,7 +158,7 @@ def _router(source: Rows, place: str, layer: int, options: UpcycleOptions) -> It
 def _router_rows(
     shape: tuple[int, int], dtype: str, layer: int, options: UpcycleOptions
 ) -> Iterator[Tensor]:
-    # torch uses 32 bits of a seed on the CPU.
+    # On the CPU torch uses 32 bits of a seed.
     drawn = sha256(f"router of layer {layer} from {options.seed}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
     groups = options.num_experts // options.moe_upcycling_granularity
@@ -169,12 +171,14 @@ def _moe(place: str) -> str:
 
 
 def _experts(source: Rows, name: str, place: str, options: UpcycleOptions) -> list[Item]:
-    """List the items that one dense tensor becomes: a slice for every expert."""
+    """Return the items of one dense tensor's slices, one for each expert."""
     entry, part, slices = (
         source.entries[name],
         name.removeprefix(place),
         options.moe_upcycling_granularity,
     )
+    # The width is the columns of the second matrix, the rows of the others, and no dimension of
+    # the second bias.
     cut = {"fc2.weight": 1, "fc2.bias": None}.get(part, 0)
     if cut is not None and entry.shape[cut] % slices:
         raise ValueError(
@@ -197,7 +201,9 @@ def _experts(source: Rows, name: str, place: str, options: UpcycleOptions) -> li
 
 def _factor(part: str, is_gated: bool, options: UpcycleOptions) -> float:
     if part == "fc2.bias":
-        return options.scale / options.moe_upcycling_granularity  # every expert has all of it
+        return (
+            options.scale / options.moe_upcycling_granularity
+        )  # each of the g slices adds the whole bias
     if is_gated:
         return options.scale**0.5 if part.startswith(("fc1.up", "fc2")) else 1.0
     return options.scale if part.startswith("fc2") else 1.0

@@ -1,21 +1,21 @@
-"""Families of Hugging Face models: weights and config.json together, one short file each.
+"""Families of Hugging Face models: each maps a config.json and the names of weights.
 
-A description is what mcore checkpoints store of a model: ``{"family": "gpt", "vocab_size": int,
-"config": {...}, "moe": {...}}`` with fields of TransformerConfig and MoEConfig; absent fields
-have their defaults. A family converts between a config.json and a description, and lists the
-weights:
+mcore checkpoints store a description of their model: ``{"family": "gpt", "vocab_size": int,
+"config": {...}, "moe": {...}}`` with fields of TransformerConfig and MoEConfig ("our fields");
+absent fields have their defaults. A family converts between a config.json ("their fields") and
+a description, and lists the weights:
 
 - ``to_ours(config) -> description`` and ``to_theirs(description) -> config``; each raises
-  ValueError, naming the field, for what the other side cannot express;
+  ValueError with the field that the other side cannot express;
 - ``table(description) -> Table``;
 - optional: ``as_stored(description, names)`` corrects a description by the tensors in the
   folder; ``renames(names)`` maps names of published folders to those of the table;
-  ``shapes(description)`` for models other than GPT; ``ARCHITECTURE`` where the class is not
-  named like the type.
+  ``shapes(description)`` for models other than GPT; ``ARCHITECTURE`` if the class is not named
+  like the type.
 
-A module is a family itself, or has one in ``FAMILY`` (mostly a ``common.decoder.Decoder``), or
-several in ``FAMILIES``. Families that no model here runs yet convert all the same; their
-descriptions have their own name in ``family``.
+A module is a family itself, or has a family in ``FAMILY`` (mostly a
+``common.decoder.Decoder``), or several in ``FAMILIES``. Families without a running model in
+mcore-models are converted too; their descriptions have the family's name in ``family``.
 """
 
 import re
@@ -105,7 +105,7 @@ _MODULES = {
 """Module of each ``model_type``; modules of several families list them in ``FAMILIES``."""
 
 MODEL_TYPES = tuple(_MODULES)
-"""Types in the order in which an export tries them for a model."""
+"""Values of ``model_type``, in the order in which an export tries them for a model."""
 
 
 def find_family(model_type: str) -> Any:
@@ -113,12 +113,10 @@ def find_family(model_type: str) -> Any:
 
     Raises:
         ValueError: if no family has this type.
-        LookupError: if a row of the table names a module or a family that does not exist.
+        LookupError: if a row of ``_MODULES`` has a module or a family that does not exist.
     """
     if model_type not in _MODULES:
-        raise ValueError(
-            f"model_type {model_type!r} is not known; known are {', '.join(_MODULES)}."
-        )
+        raise ValueError(f"model_type {model_type!r} is not known: use {', '.join(_MODULES)}.")
     name = _MODULES[model_type]
     path = f"families/{name.replace('.', '/')}.py"
     if find_spec(f"{__name__}.{name}") is None:
@@ -139,22 +137,26 @@ def find_family(model_type: str) -> Any:
 
 
 def inference_fields(family: Any) -> tuple[str, ...]:
-    """Return a family's config.json fields that are copied unread, for inference engines."""
+    """Return the config.json fields that a family copies unread, for inference engines."""
     return (*getattr(family, "carries", ()), *getattr(family, "unread", ()))
 
 
 def stored_model(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Return a folder's model description, and its tensors under the table's names."""
+    """Return a folder's model description, and its tensors under the table's names.
+
+    Raises:
+        ValueError: if the family cannot express the model, or a tensor has two names.
+    """
     family = find_family(config.get("model_type", ""))
     check_architectures(config)
     renames = getattr(family, "renames", None)
-    news = renames(tensors.keys()) if renames else {}
-    if twice := sorted(name for name, new in news.items() if new in tensors):
-        raise ValueError(f"{twice[0]} and {news[twice[0]]} are names of one tensor.")
+    new_names = renames(tensors.keys()) if renames else {}
+    if twice := sorted(name for name, new in new_names.items() if new in tensors):
+        raise ValueError(f"{twice[0]} and {new_names[twice[0]]} are names of one tensor.")
     description = family.to_ours(config)
-    named = {news.get(name, name): entry for name, entry in tensors.items()}
+    named = {new_names.get(name, name): entry for name, entry in tensors.items()}
     if as_stored := getattr(family, "as_stored", None):
         description = as_stored(description, named.keys())
     return description, named
@@ -174,22 +176,28 @@ def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:
-    """Compare the class that a config.json names with its ``model_type``."""
+    """Raise ValueError if the class in a config.json does not belong to its ``model_type``."""
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
-    known = find_family(model_type) if model_type in MODEL_TYPES else None
-    built = str(getattr(known, "architecture", "")).lower()
-    stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
-    is_one = isinstance(named, list) and len(named) <= 1
-    plain = [str(one).lower().replace("_", "") for one in named] if is_one else []
-    if not is_one or any(not one.startswith(stem) and one != built for one in plain):
+    family = find_family(model_type) if model_type in MODEL_TYPES else None
+    own_class = str(getattr(family, "architecture", "")).lower()
+    stem = getattr(family, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
+    has_one_class = isinstance(named, list) and len(named) <= 1
+    class_names = [str(one).lower().replace("_", "") for one in named] if has_one_class else []
+    if not has_one_class or any(
+        not one.startswith(stem) and one != own_class for one in class_names
+    ):
         raise ValueError(
-            f"config.json says model_type {model_type!r} and architectures {named}: it must "
-            "name one class, of that type."
+            f"config.json has model_type {model_type!r} and architectures {named}: "
+            "architectures must name one class of that type."
         )
 
 
 def family_for(description: dict[str, Any]) -> str:
-    """Return the first ``model_type`` whose family can express a description."""
+    """Return the first ``model_type`` whose family can express a description.
+
+    Raises:
+        ValueError: with the reason of each family, if no family can.
+    """
     reasons = []
     for model_type in MODEL_TYPES:
         try:
@@ -202,5 +210,5 @@ def family_for(description: dict[str, Any]) -> str:
 
 
 def table_for(description: dict[str, Any]) -> Table:
-    """List the weights of a description under the names of ``family_for``'s family."""
+    """Return the rules of a description's weights for the family that ``family_for`` finds."""
     return find_family(family_for(description)).table(description)

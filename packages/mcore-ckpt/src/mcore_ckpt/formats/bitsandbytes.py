@@ -1,10 +1,10 @@
-"""Matrices as bitsandbytes stores them: codes of four or eight bits, and factors.
+"""Dequantizes matrices of bitsandbytes: codes of four or eight bits with factors.
 
-Four bits (nf4, fp4): the elements of a matrix, row by row, are cut into blocks; two codes share
-a byte, the first in the high half. ``M.weight.quant_map`` has the values of the sixteen codes,
-``M.weight.absmax`` the factor of each block, or a code for it with a table, factors and an
-offset of its own (double quantization). A JSON text in a tensor of bytes has sizes. Eight
-bits: ``M.SCB`` has the largest magnitude of each row.
+Four bits (nf4, fp4): the elements of a matrix, row by row, are divided into blocks; two codes
+share a byte, the first in the high half. ``M.weight.quant_map`` has the values of the sixteen
+codes, ``M.weight.absmax`` the factor of each block, or with double quantization a code of the
+factor, with a second table, factors and an offset. A JSON text in a tensor of bytes has the
+sizes. Eight bits: ``M.SCB`` has the largest magnitude of each row.
 
 Reference:
     Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; Dettmers et al. 2022, LLM.int8(),
@@ -30,7 +30,7 @@ _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A matrix of four-bit codes."""
+    """Sizes, code values and block factors of a matrix of four-bit codes."""
 
     shape: tuple[int, ...]
     block: int
@@ -39,13 +39,13 @@ class _Packed:
 
 
 class BitsAndBytesRows:
-    """Tensors of a folder of bitsandbytes, its matrices as floating-point numbers."""
+    """Tensors of a bitsandbytes folder, with its matrices dequantized."""
 
     def __init__(self, under: Rows) -> None:
-        """Read the sizes of all matrices, and no codes.
+        """Read the sizes of all matrices; codes are read later.
 
         Raises:
-            CheckpointError: if a matrix lacks a part or its description is damaged.
+            CheckpointError: if a matrix lacks a part or its JSON of sizes is damaged.
         """
         self._under = under
         self._states: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -78,9 +78,10 @@ class BitsAndBytesRows:
         packed = self._packed(name)
         width = prod(packed.shape[1:])
         first, last = begin * width, stop * width
-        # Bytes that hold the elements; an odd first element is the low half of its byte.
-        found = self._under.rows(name, first // 2, -(-last // 2)).flatten()
-        codes = torch.stack((found >> 4, found & 15), -1).flatten()
+        # Read the bytes that hold elements first to last: an odd first element is the low half
+        # of its byte, so the high half before it is cut off.
+        packed_codes = self._under.rows(name, first // 2, -(-last // 2)).flatten()
+        codes = torch.stack((packed_codes >> 4, packed_codes & 15), -1).flatten()
         codes = codes[first % 2 :][: last - first]
         blocks = torch.arange(first, last) // packed.block
         wide = packed.values[codes.int()] * packed.factors[blocks]
@@ -93,21 +94,22 @@ class BitsAndBytesRows:
         try:
             state = json.loads(text)
             sizes = (*state["shape"], state["blocksize"])
-            is_right = all(type(n) is int and n > 0 for n in sizes) and state["dtype"] in (
+            is_valid = all(type(n) is int and n > 0 for n in sizes) and state["dtype"] in (
                 *("float32", "float16"),
                 "bfloat16",
             )
         except (ValueError, KeyError, TypeError):
-            is_right, state = False, {}
-        if not is_right or f"{weight}.absmax" not in entries or weight not in entries:
+            is_valid, state = False, {}
+        if not is_valid or f"{weight}.absmax" not in entries or weight not in entries:
             raise CheckpointError(
-                f"{name} is damaged, or {weight} or its absmax is missing: bitsandbytes writes "
-                "shape, blocksize and dtype there."
+                f"{name} is damaged: it must have shape, blocksize and dtype, and {weight} and "
+                "its absmax must exist."
             )
         if prod(entries[weight].shape) != -(-prod(state["shape"]) // 2):
             raise CheckpointError(
-                f"{weight} has {prod(entries[weight].shape)} bytes, and {state['shape']} needs "
-                f"{-(-prod(state['shape']) // 2)}."
+                f"{weight} has {prod(entries[weight].shape)} bytes, but the shape "
+                f"{state['shape']} needs {-(-prod(state['shape']) // 2)}: the folder is "
+                "damaged."
             )
         return state
 

@@ -1,10 +1,10 @@
-"""Compressed-tensors: its names of our layouts, and its folders read as unified ones.
+"""Maps compressed-tensors' formats to quantized layouts, and reads its folders by them.
 
-One table serves both directions. Each way to store a matrix is one ``format`` of the config:
-codes of eight bits, or codes packed into bytes or 32-bit words along the inputs, with a scale
-for the tensor, each output, or each group. NVFP4's scales are divisors, the inverse of ours.
-Layouts in the table are read with codes, scales and rounding of inputs; other folders of
-compressed-tensors are dequantized (``mapping.packed_words``).
+One table serves both directions. A ``format`` of the config stores a matrix as codes of eight
+bits, or as codes packed into bytes or 32-bit words along the inputs, with a scale for the
+tensor, each output, or each group. NVFP4's scales are divisors, the inverse of the unified
+layout's. Folders whose layout is in the table are read with codes, scales and rounding of
+inputs; other folders of compressed-tensors are dequantized (``mapping.packed_words``).
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ _UNSUPPORTED = {"weight_zero_point", "weight_g_idx"}
 
 @dataclass(frozen=True, slots=True)
 class CompressedForm:
-    """Format and numbers by which a compressed-tensors config names one of our layouts."""
+    """Format and number formats by which a compressed-tensors config describes a layout."""
 
     format: str
     weights: Mapping[str, Any]
@@ -45,7 +45,7 @@ class CompressedForm:
 
 
 def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    """Return the config's description of the numbers of weights, inputs or a cache."""
+    """Return the config's description of a number format, for weights, inputs or a cache."""
     return {
         "num_bits": bits,
         "type": kind,
@@ -62,7 +62,7 @@ def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def form_of(layout: QuantLayout) -> CompressedForm | None:
-    """Return the form of a layout; None if compressed-tensors has no such format."""
+    """Return the compressed-tensors form of a layout; None if there is no such format."""
     by_token = {"dynamic": True, "observer": None}
     groups = {"group_size": layout.group[1]}
     forms = {
@@ -100,25 +100,25 @@ def form_of(layout: QuantLayout) -> CompressedForm | None:
 
 
 def layout_named_by(how: Mapping[str, Any]) -> QuantLayout | None:
-    """Return the layout that a ``quantization_config`` names; None if not exactly one."""
+    """Return the layout that a ``quantization_config`` describes; None if not exactly one."""
     groups = list((how.get("config_groups") or {}).values())
     if len(groups) != 1:
         return None
     (group,) = groups
     form = group.get("format") or how.get("format")
     size = int((group.get("weights") or {}).get("group_size") or 0)
-    found = []
-    for one in LAYOUTS.values():
-        has_size = one.code == "int4" and size > 0
-        layout = replace(one, group=(1, size)) if has_size else one
+    matches = []
+    for candidate in LAYOUTS.values():
+        has_size = candidate.code == "int4" and size > 0
+        layout = replace(candidate, group=(1, size)) if has_size else candidate
         ours = form_of(layout)
         if ours is None or ours.format != form:
             continue
         theirs = group.get("weights"), group.get("input_activations")
         if all(map(_same, (ours.weights, ours.inputs), theirs)):
-            found.append(layout)
-    # AWQ and GPTQ have one form; they differ in scales of inputs, which it cannot hold.
-    return min(found, key=lambda layout: bool(layout.pre_quant_scale), default=None)
+            matches.append(layout)
+    # AWQ and GPTQ share a form, which has no scales of inputs: prefer the layout without them.
+    return min(matches, key=lambda layout: bool(layout.pre_quant_scale), default=None)
 
 
 def _same(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> bool:
@@ -133,21 +133,21 @@ def _same(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> b
 
 
 class UnifiedRows:
-    """A folder of compressed-tensors with the names, shapes and codes of the unified layout.
+    """Presents a compressed-tensors folder with names and codes of the unified layout.
 
     Attributes:
         plan: quantization of the equivalent unified folder.
     """
 
     def __init__(self, under: Rows, layout: QuantLayout) -> None:
-        """Read names and shapes only.
+        """Map names and shapes; values are read later.
 
         Args:
             under: tensors of the folder.
-            layout: layout of all its quantized matrices, which has a form.
+            layout: layout of all quantized matrices, for which ``form_of`` has a form.
 
         Raises:
-            ValueError: if a matrix lacks a tensor of its form, or has another shape.
+            ValueError: if a tensor of a quantized matrix is missing or has another shape.
         """
         self._under, self._layout = under, layout
         form = form_of(layout)
@@ -168,7 +168,7 @@ class UnifiedRows:
                 self.entries[name] = entry
         for module in sorted(modules):
             self._add_matrix(module)
-        left = [
+        unquantized = [
             module
             for name, entry in self.entries.items()
             if (module := name.removesuffix(".weight")) != name
@@ -178,7 +178,9 @@ class UnifiedRows:
         ]
         keys = [n.removesuffix(".weight") for n in self.entries if n.endswith("k_proj.weight")]
         has_cache = bool(keys) and all(f"{key}.k_scale" in self.entries for key in keys)
-        self.plan = QuantPlan(layout=layout, exclude_modules=tuple(left), kv_cache=has_cache)
+        self.plan = QuantPlan(
+            layout=layout, exclude_modules=tuple(unquantized), kv_cache=has_cache
+        )
 
     @staticmethod
     def reads(under: Rows, layout: QuantLayout) -> bool:
@@ -190,22 +192,24 @@ class UnifiedRows:
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of codes or scales in the unified layout."""
-        made = self._made.get(name)
-        return self._under.rows(name, begin, stop) if made is None else made(begin, stop)
+        read_rows = self._made.get(name)
+        return (
+            self._under.rows(name, begin, stop) if read_rows is None else read_rows(begin, stop)
+        )
 
     def _add(
         self, name: str, entry: TensorEntry, theirs: str, *, inverse: bool = False
     ) -> None:
-        """Add a tensor with the rows of one of theirs, possibly in another shape."""
+        """Add a tensor with the rows of a foreign tensor, possibly in another shape."""
         self.entries[name] = TensorEntry(entry.shape, entry.dtype, ())
         self._made[name] = partial(self._same_rows, theirs, entry.shape, inverse)
 
     def _same_rows(
         self, theirs: str, shape: tuple[int, ...], inverse: bool, begin: int, stop: int
     ) -> Tensor:
-        found = self._under.rows(theirs, begin, stop)
-        found = found.reshape(-1, *shape[1:]) if shape else found.reshape(())
-        return found.float().reciprocal() if inverse else found
+        rows = self._under.rows(theirs, begin, stop)
+        rows = rows.reshape(-1, *shape[1:]) if shape else rows.reshape(())
+        return rows.float().reciprocal() if inverse else rows
 
     def _add_matrix(self, module: str) -> None:
         layout, theirs = self._layout, self._under.entries
@@ -217,25 +221,25 @@ class UnifiedRows:
         if self._scheme.form == "pack-quantized":
             self._made[name] = partial(self._codes, module, tall, columns)
         scale = theirs[f"{module}.weight_scale"]
-        # They store scales of outputs as [F, 1], a scale of the tensor as [1].
+        # compressed-tensors stores scales of outputs as [F, 1], a scale of the tensor as [1].
         shape = {(0, 0): (), (1, 0): (rows,)}.get(layout.group, scale.shape)
-        own = TensorEntry(shape, scale.dtype, ())
-        self._add(f"{module}.{WEIGHT_SCALE}", own, f"{module}.weight_scale")
+        scale_entry = TensorEntry(shape, scale.dtype, ())
+        self._add(f"{module}.{WEIGHT_SCALE}", scale_entry, f"{module}.weight_scale")
         for ours, kind, inverse in (
             (WEIGHT_SCALE_2, "weight_global_scale", True),
             (INPUT_SCALE, "input_global_scale", True),
             (INPUT_SCALE, "input_scale", False),
         ):
-            if (held := theirs.get(f"{module}.{kind}")) is not None:
-                one = TensorEntry((), "F32" if inverse else held.dtype, ())
+            if (source := theirs.get(f"{module}.{kind}")) is not None:
+                one = TensorEntry((), "F32" if inverse else source.dtype, ())
                 self._add(f"{module}.{ours}", one, f"{module}.{kind}", inverse=inverse)
-        if layout.pre_quant_scale == "all":  # applied by the layer before
-            before = f"{module}.{PRE_QUANT_SCALE}"
-            self.entries[before] = TensorEntry((columns,), "F32", ())
-            self._made[before] = lambda begin, stop: torch.ones(stop - begin)
+        if layout.pre_quant_scale == "all":  # already folded into the layer before: ones
+            pre_scale_name = f"{module}.{PRE_QUANT_SCALE}"
+            self.entries[pre_scale_name] = TensorEntry((columns,), "F32", ())
+            self._made[pre_scale_name] = lambda begin, stop: torch.ones(stop - begin)
 
     def _codes(self, module: str, tall: int, columns: int, begin: int, stop: int) -> Tensor:
-        """Unpack unsigned codes from words; repack as signed ones, ``tall`` rows a byte."""
+        """Unpack unsigned codes from words; pack them as signed codes, ``tall`` rows a byte."""
         words = self._under.rows(f"{module}.weight_packed", begin * tall, stop * tall)
         bits = self._scheme.bits
         codes = word_codes(words, bits).flatten(1)[:, :columns] - (1 << (bits - 1))

@@ -1,8 +1,8 @@
-"""Directories of torch.distributed.checkpoint, read in place; ``dcp_writing`` writes them.
+"""Reads directories of torch.distributed.checkpoint in place; ``dcp_writing`` writes them.
 
-Such a directory has a ``.metadata`` pickle, written last, with the file, offset and box of
-every part of every tensor; each part is what ``torch.save`` writes. Both pickles are read as
-data, so a foreign directory cannot run code; tensors are then read like ours, rows at a time.
+Such a directory has a ``.metadata`` pickle, written last, with the file, offset and box of each
+part of each tensor; a part is the output of ``torch.save``. Both kinds of pickle are read as
+data, so that a foreign directory cannot run code. Tensors are then read by rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,41 +21,41 @@ from mcore_ckpt.storage.paths import path_within
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one box of a tensor, or one object, is stored."""
+    """File range that holds one box of a tensor, or one object."""
 
     file: str
     """Name within the folder."""
     offset: int
-    """First byte."""
+    """First byte of the range."""
     length: int
-    """Bytes that ``torch.save`` wrote."""
+    """Bytes of the range, written by ``torch.save``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor as the directory lists it; its bytes have not been read."""
+    """A tensor as listed in the directory's metadata."""
 
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
     """Safetensors' name."""
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], Place], ...]
-    """Offsets, lengths and place of each box."""
+    """Offsets, lengths and file range of each box."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """Tensors and objects that a directory lists."""
+    """Tensors and objects of a directory, as listed in its metadata."""
 
     path: Path
     """The folder."""
     tensors: Mapping[str, DcpTensor]
-    """By name."""
+    """Tensors by name."""
     objects: Mapping[str, Place]
-    """Everything that is no tensor, by name."""
+    """Entries other than tensors, by name."""
 
     def locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """Return index entries of tensors; every box must be stored row-major.
+        """Return index entries of tensors by name; reads the headers of their parts.
 
         Raises:
             CheckpointError: if files are damaged, or boxes do not cover a tensor.
@@ -63,7 +63,7 @@ class DcpFolder:
         return {name: self._entry(name, self.tensors[name]) for name in names}
 
     def read_object(self, name: str) -> Any:
-        """Read an object that is no tensor, as data; foreign classes become records."""
+        """Return an object other than a tensor, as data; foreign classes become records."""
         place = self.objects[name]
         return read_torch_file(self.path / place.file, place.offset, place.length)
 
@@ -75,50 +75,59 @@ class DcpFolder:
         for offsets, lengths, place in listed.boxes:
             if not all(lengths):
                 continue
-            found = read_torch_file(self.path / place.file, place.offset, place.length)
-            if not isinstance(found, FileTensor) or found.shape != lengths:
+            file_tensor = read_torch_file(self.path / place.file, place.offset, place.length)
+            if not isinstance(file_tensor, FileTensor) or file_tensor.shape != lengths:
                 raise CheckpointError(
-                    f"{self.path / place.file} lacks the box of {name} that its metadata lists."
+                    f"{self.path / place.file} is damaged: it lacks the listed box of {name}."
                 )
-            if found.dtype != listed.dtype:
+            if file_tensor.dtype != listed.dtype:
                 raise CheckpointError(
-                    f"{self.path / place.file}: {name} is not {listed.dtype}."
+                    f"{self.path / place.file} is damaged: {name} is not {listed.dtype}."
                 )
-            chunks.append(StoredBox(place.file, found.offset, offsets, lengths))
+            chunks.append(StoredBox(place.file, file_tensor.offset, offsets, lengths))
         return TensorEntry(listed.shape, listed.dtype, tuple(chunks))
 
 
 def read_dcp_folder(path: str | Path) -> DcpFolder:
-    """Read the metadata of a directory, executing nothing."""
+    """Read the metadata of a directory as data, without executing the pickle.
+
+    Raises:
+        ValueError: if the directory has no metadata.
+        CheckpointError: if the metadata is damaged or lists transformed or outside files.
+    """
     path = Path(path)
     try:
         content = (path / DCP_METADATA).read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"{path} holds no {DCP_METADATA}: it is no complete torch.distributed.checkpoint "
-            "directory."
+            f"{path} holds no {DCP_METADATA}: it is not a complete "
+            "torch.distributed.checkpoint directory."
         ) from None
     where = path / DCP_METADATA
-    found = load_inert(content, str(where))
+    metadata = load_inert(content, str(where))
     try:
-        return _folder(path, found)
+        return _folder(path, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} is not what torch writes: {error!r}") from None
+        raise CheckpointError(
+            f"{where} is damaged, or not written by torch: {error!r}"
+        ) from None
 
 
-def _folder(path: Path, found: Record) -> DcpFolder:
+def _folder(path: Path, metadata: Record) -> DcpFolder:
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
-    for key, info in found.get("storage_data").items():
+    for key, info in metadata.get("storage_data").items():
         offset = key.get("offset")
         if info.get("transform_descriptors"):
-            raise CheckpointError(f"{path} is compressed or transformed: write it plain first.")
+            raise CheckpointError(
+                f"{path} is compressed or transformed: save it without transforms."
+            )
         name = str(info.get("relative_path"))
         path_within(path, name)
         place = Place(name, info.get("offset"), info.get("length"))
         places[(key.get("fqn"), None if offset is None else tuple(offset))] = place
     tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Place] = {}
-    for name, record in found.get("state_dict_metadata").items():
+    for name, record in metadata.get("state_dict_metadata").items():
         if record.name.endswith(".BytesStorageMetadata"):
             objects[name] = places[(name, None)]
             continue

@@ -1,4 +1,4 @@
-"""Opens directories of torch.distributed.checkpoint with our names or others'."""
+"""Opens directories of torch.distributed.checkpoint with logical names or other programs'."""
 
 import json
 from collections.abc import Iterator
@@ -44,9 +44,15 @@ def open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     listed = {
         name.removeprefix(prefix): name for name in folder.tensors if name.startswith(prefix)
     }
-    weights = {mine: name for mine, name in listed.items() if not mine.startswith(STATE)}
-    found = folder.locate(weights.values())
-    entries = unstacked({mine: found[name] for mine, name in weights.items()}, links)
+    weights = {
+        short_name: name
+        for short_name, name in listed.items()
+        if not short_name.startswith(STATE)
+    }
+    located = folder.locate(weights.values())
+    entries = unstacked(
+        {short_name: located[name] for short_name, name in weights.items()}, links
+    )
     tokenizer, _ = small_files(path / "tokenizer")
     _, generation = small_files(path)
     left_behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})
@@ -72,7 +78,7 @@ def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:
 
 
 def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
-    """Return the table and the prefix that match a directory's names."""
+    """Return the table of rules and the prefix that match a directory's names."""
     names = set(folder.tensors)
     if any(name.startswith(f"{PREFIX}embedding.") for name in names):
         logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
@@ -88,14 +94,14 @@ def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str
 
         table = with_fused_experts(table)
     wanted = {split_index(link.theirs)[0] for link in expand(table)}
-    # Several names, since a single one may be the tensor that is missing.
-    for some in sorted(wanted, key=len)[:_TRIED]:
-        for full in sorted(name for name in names if name.endswith(some)):
-            prefix = full.removesuffix(some)
+    # The prefix is that of most names. Try several names, as one of them may be missing.
+    for suffix in sorted(wanted, key=len)[:_TRIED]:
+        for name_with_prefix in sorted(name for name in names if name.endswith(suffix)):
+            prefix = name_with_prefix.removesuffix(suffix)
             if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
                 return table, prefix
     shown = ", ".join(sorted(names)[:5])
     raise ValueError(
-        f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
-        "...): only names of Hugging Face, torchtitan's Llama and mcore are read."
+        f"{folder.path} holds tensors with unknown names for this model ({shown}, ...): use "
+        "the names of Hugging Face, torchtitan's Llama or mcore."
     )

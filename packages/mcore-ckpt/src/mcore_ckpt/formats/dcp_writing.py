@@ -1,8 +1,7 @@
-"""Directories of torch.distributed.checkpoint, written in slabs.
+"""Writes directories of torch.distributed.checkpoint in slabs.
 
-Torch's own classes describe the contents, so that torch's reader loads the result under any
-layout. Importing them takes as long as importing torch: this module is imported when it is
-used.
+Torch's classes describe the contents, so that torch's reader loads the result under any layout.
+Importing these classes takes as long as importing torch: import this module only on use.
 """
 
 import io
@@ -40,14 +39,14 @@ def write_dcp_folder(
     *,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a directory, ``.metadata`` last.
+    """Write tensors and objects to a directory, ``.metadata`` last.
 
-    Every slab becomes a box, so that memory stays bounded. An item named ``X[3,7]`` becomes
-    part of a tensor ``X``, whose size follows from the largest numbers.
+    Each slab becomes a box, so that memory stays bounded. An item named ``X[3,7]`` becomes part
+    of a tensor ``X``, whose leading sizes follow from the largest indices.
 
     Args:
         path: an empty folder.
-        items: every tensor; slabs are whole rows.
+        items: all tensors; their slabs are complete rows.
         objects: other values, saved by ``torch.save``.
         max_file_bytes: size at which another file begins.
 
@@ -72,8 +71,8 @@ def _write(
             writer.add(MetadataIndex(name), buffer.getvalue())
         for item in items:
             name, index = split_index(item.name)
-            known, _ = shapes.get(name, ((0,) * len(index), ""))
-            leading = tuple(max(n, i + 1) for n, i in zip(known, index, strict=False))
+            known_sizes, _ = shapes.get(name, ((0,) * len(index), ""))
+            leading = tuple(max(n, i + 1) for n, i in zip(known_sizes, index, strict=False))
             shapes[name] = ((*leading, *item.shape), item.dtype)
             row = 0
             for slab in item.slabs():

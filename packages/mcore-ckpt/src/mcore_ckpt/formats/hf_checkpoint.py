@@ -1,8 +1,8 @@
-"""Opens Hugging Face folders: a model of any known family, or adapters of PEFT with their base.
+"""Opens Hugging Face folders: a model of any known family, or PEFT adapters with their base.
 
-A plain folder (one weight file layout, the family's own head, no quantization) goes straight to
-its family. ``recognition`` names the exceptions; the modules that handle them are imported only
-for folders that need them.
+The family reads a plain folder (head for next tokens, no quantization) directly.
+``recognition`` recognizes other folders; the modules that handle these are imported only for
+folders that need them.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
 
         config, tensors = text_tower(config, tensors)
     check_counts(config, (entry.shape for entry in tensors.values()), "config.json")
-    carried = config  # fields of quantization and of heads are not the family's to read
+    carried = config  # families do not read the fields of quantization and heads, removed below
     quantization, widen = "", None
     if is_quantized(config, folder.path):
         from mcore_ckpt.formats.quantization import take_quantization
@@ -95,7 +95,7 @@ def open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
 
 @contextmanager
 def open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
-    """Open the model that a folder of PEFT's adapters makes with its base."""
+    """Open a folder of PEFT adapters as a model: the base with the adapters merged."""
     from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
     from mcore_ckpt.mapping.adapters import MergedTensors
 
@@ -105,7 +105,7 @@ def open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
         theirs = cast_rows(merged, options)
         links = [Link((name,), name) for name in theirs.entries]
         tokenizer, _ = small_files(path)
-        # New tokens lengthen the table.
+        # Adapters with new tokens have a longer table of embeddings than the base.
         rows = theirs.entries["embedding.weight"].shape[0]
         yield OpenCheckpoint(
             *describe_rows(base.description | {"vocab_size": rows}, links, theirs, options),

@@ -1,4 +1,4 @@
-"""Hugging Face folders: the file of each tensor, and files of tokenizer and licence."""
+"""Reads and writes Hugging Face folders: weight files, config.json, tokenizer and licence."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
     *("sentencepiece.bpe.model", "tiktoken.model"),
 )
-"""Files of tokenizers; a folder has some of them."""
+"""Names of tokenizer files; a folder has some of them."""
 
 COMPANIONS = (
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *("1_Pooling/config.json", "preprocessor_config.json", "processor_config.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
 )
-"""Files about use and licence of a model; they are copied with a tokenizer."""
+"""Names of files about use and licence of a model, which are copied with the tokenizer."""
 
 _TEMPLATES = "additional_chat_templates"
 
@@ -51,16 +51,16 @@ class HFFolder:
     path: Path
     """The folder."""
     config: dict[str, Any]
-    """Its config.json."""
+    """Content of config.json."""
     tensors: dict[str, TensorEntry]
-    """Each tensor as one chunk of a file."""
+    """Tensors by name, each as one chunk of a file."""
 
 
 def read_hf_folder(path: str | Path) -> HFFolder:
     """Read config.json and the headers of the weight files; pickles are read as data.
 
     Raises:
-        ValueError: if the folder has no weights, has them twice, or is of another format.
+        ValueError: if the folder has no weights, has weights twice, or is of another format.
         CheckpointError: if files are missing or damaged, or the index names files outside of
             the folder.
     """
@@ -69,10 +69,10 @@ def read_hf_folder(path: str | Path) -> HFFolder:
         config = read_json_object(path / "config.json")
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f"{path} is no Hugging Face folder: it has no config.json. To convert a run folder "
-            "of mcore, use mcore->hf."
+            f"{path} is not a Hugging Face folder: it has no config.json. To convert a run "
+            "folder of mcore, use mcore-to-hf."
         ) from None
-    for single, index, read in (
+    for single, index, read_file in (
         (_SINGLE, _INDEX, read_header),
         (_PICKLE, _PICKLE_INDEX, _read_pickle),
     ):
@@ -82,33 +82,36 @@ def read_hf_folder(path: str | Path) -> HFFolder:
             if has_single and files != [single]:
                 raise ValueError(
                     f"{path} holds weights twice: {single}, which transformers opens, and the "
-                    f"files of {index}. Remove those that are old."
+                    f"files of {index}. Remove the old ones."
                 )
-            return HFFolder(path, config, _read_shards(path, files, read))
+            return HFFolder(path, config, _read_shards(path, files, read_file))
         if has_single:
-            return HFFolder(path, config, read(path, single))
+            return HFFolder(path, config, read_file(path, single))
     if (path / "rank0.safetensors").is_file():
         raise ValueError(
-            f"{path} is a checkpoint for TensorRT-LLM, which builds engines of it: give the "
-            "folder that it was exported from."
+            f"{path} is a checkpoint for TensorRT-LLM: give the folder from which it was "
+            "exported."
         )
     raise ValueError(
-        f"{path} has neither {_SINGLE} nor {_INDEX}, nor {_PICKLE} or {_PICKLE_INDEX}."
+        f"{path} has no weights: it must have {_SINGLE}, {_INDEX}, {_PICKLE} or "
+        f"{_PICKLE_INDEX}."
     )
 
 
 def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """List the tensors in a file of torch.save; nothing in it is executed."""
+    """Return the tensors in a file of torch.save; nothing in the file is executed."""
     from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 
     path = path_within(folder, file)
-    found = read_torch_file(path)
-    if not isinstance(found, dict) or not all(
-        isinstance(value, FileTensor) for value in found.values()
+    content = read_torch_file(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(value, FileTensor) for value in content.values()
     ):
-        raise CheckpointError(f"{path} is no table of tensors, as transformers saves it.")
+        raise CheckpointError(
+            f"{path} is not a dictionary of tensors, as transformers saves it."
+        )
     entries = {}
-    for name, tensor in found.items():
+    for name, tensor in content.items():
         chunk = StoredBox(file, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
         entries[str(name)] = TensorEntry(tensor.shape, tensor.dtype, (chunk,))
     return entries
@@ -116,24 +119,28 @@ def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
 
 def _listed_files(index: Path) -> list[str]:
     """Return the files that an index of shards names, sorted."""
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+    file_of_tensor = read_json_object(index).get("weight_map")
+    if not isinstance(file_of_tensor, dict) or not all(
+        isinstance(f, str) for f in file_of_tensor.values()
+    ):
         raise CheckpointError(
-            f"{index} is damaged: weight_map must be an object with a file's name by tensor."
+            f"{index} is damaged: weight_map must map names of tensors to names of files."
         )
-    files = sorted(set(places.values()))
+    files = sorted(set(file_of_tensor.values()))
     for file in files:
         if not path_within(index.parent, file).is_file():
-            raise CheckpointError(f"{index.parent / file} is missing: {index.name} names it.")
+            raise CheckpointError(
+                f"{index.parent / file} is missing, but {index.name} lists it."
+            )
     return files
 
 
 def _read_shards(folder: Path, files: Sequence[str], read: ReadFile) -> dict[str, TensorEntry]:
-    """List the tensors of all files, as transformers does.
+    """Return the tensors of all files, as transformers does.
 
-    The index determines the files, the files determine the tensors: a tensor that the index
-    lacks, or lists in another file, is read too. A tensor may be in two files if its copies are
-    equal.
+    The index determines the files, and the files determine the tensors: a tensor that the index
+    omits or assigns to another file is also read. A tensor may be in two files if the copies
+    are equal.
     """
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -161,8 +168,8 @@ def write_hf_folder(
     Args:
         path: an empty folder.
         config: content of config.json.
-        items: every tensor, in order; a single larger tensor may exceed the bound.
-        max_shard_bytes: most bytes of tensors in one file.
+        items: all tensors, in file order; a file with a single tensor may exceed the bound.
+        max_shard_bytes: largest number of bytes of tensors in one file.
     """
     shards: list[list[Item]] = [[]]
     for item in items:
@@ -170,7 +177,7 @@ def write_hf_folder(
         if shards[-1] and size + item.num_bytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(item)
-    places = {}
+    file_of_tensor = {}
     for number, shard in enumerate(shards, 1):
         file = (
             _SINGLE
@@ -178,16 +185,19 @@ def write_hf_folder(
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
         write_file(path / file, shard)
-        places |= {item.name: file for item in shard}
+        file_of_tensor |= {item.name: file for item in shard}
     if len(shards) > 1:
         total = sum(item.num_bytes for item in items)
-        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        table = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(file_of_tensor.items())),
+        }
         write_durably(path / _INDEX, json_bytes(table))
     write_durably(path / "config.json", json_bytes(config))
 
 
 def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
-    """Return a tokenizer's number of ids; 0 if its files are neither JSON nor lists.
+    """Return the number of ids of a tokenizer; 0 if it has neither JSON files nor vocab.txt.
 
     Raises:
         CheckpointError: naming the file that is damaged.
@@ -212,10 +222,11 @@ def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
 
 
 def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Read the tokenizer's files and companions of a folder, and its generation_config.json.
+    """Read a folder's tokenizer with its companions, and its generation_config.json.
 
     Returns:
-        Both by name; empty if there are none.
+        Contents by file name of the tokenizer with ``COMPANIONS``, and of the generation
+        config; each is empty if no such file exists.
     """
     templates = [f"{_TEMPLATES}/{file.name}" for file in sorted((path / _TEMPLATES).glob("*"))]
     tokenizer = {

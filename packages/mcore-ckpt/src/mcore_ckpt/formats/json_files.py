@@ -1,7 +1,7 @@
-"""JSON files of other programs: read with the file's name in errors, written strictly.
+"""Reads and writes JSON files of other programs; errors name the file, output is strict JSON.
 
-Numbers that JSON lacks (infinity, NaN) are written as transformers writes them, as objects
-such as ``{"__float__": "Infinity"}``, and read in this form and in Python's.
+Numbers that JSON lacks (infinity, NaN) are written like transformers, as objects such as
+``{"__float__": "Infinity"}``, and read in this form and in Python's.
 """
 
 import json
@@ -19,7 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        CheckpointError: naming the file, if it is damaged or holds something else.
+        CheckpointError: if the file is damaged or does not hold one object.
         FileNotFoundError: if the file does not exist.
     """
     return parse_json_object(path.read_bytes(), str(path))
@@ -29,19 +29,19 @@ def parse_json_object(content: bytes | str, where: str) -> dict[str, Any]:
     """Parse one JSON object; ``where`` is the file that errors name.
 
     Raises:
-        CheckpointError: if the text is damaged or holds something else.
+        CheckpointError: if the text is damaged or is not one object.
     """
     try:
-        found = json.loads(content, object_hook=_without_tag)
+        value = json.loads(content, object_hook=_without_tag)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} is damaged: it holds no object")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is damaged: it is not a JSON object")
+    return value
 
 
 def json_bytes(value: Any) -> bytes:
-    """Write a value as strict JSON, a line break at the end."""
+    """Return a value as strict JSON, with a line break at the end."""
     return json.dumps(_with_tags(value), indent=2, allow_nan=False).encode() + b"\n"
 
 

@@ -1,8 +1,8 @@
-"""Hugging Face models with a head that classifies, or without a head.
+"""Removes and restores classification heads of Hugging Face models.
 
-The model below the head belongs to a known family. A head's few tensors are stored unchanged in
-a checkpoint's ``hf`` entry and written again on export; nothing here computes them. A model
-without a head is read as one whose head is its embedding.
+The model below the head belongs to a known family. The few tensors of the head are stored
+unchanged in a checkpoint's ``hf`` entry and written again on export; nothing here runs them. A
+model without a head is read with its embedding as a tied head.
 """
 
 import base64
@@ -45,54 +45,58 @@ class BareModel:
 
 
 def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> BareModel:
-    """Remove a head that classifies, or add the prefix of a bare model; see ``BareModel``."""
+    """Return a model without its classification head, with names as below a head for tokens."""
     whole = BareModel(dict(config), dict(tensors), {}, {})
-    found = other_head(config)
+    architecture = other_head(config)
     model_type = config.get("model_type", "")
-    if found is None or model_type == "t5" or "lm_head.weight" in tensors:
+    if architecture is None or model_type == "t5" or "lm_head.weight" in tensors:
         return whole
-    stem, has_classes = found["stem"], found["kind"] != "Model"
+    stem, has_classes = architecture["stem"], architecture["kind"] != "Model"
     if model_type in _BERTS and not has_classes:
         return whole
     head = {name: entry for name, entry in tensors.items() if _TENSOR.fullmatch(name)}
-    left = {name: entry for name, entry in tensors.items() if name not in head}
-    kept = {name: config[name] for name in _LABELS if name in config}
-    record: dict[str, Any] = {"architecture": found.group(), "config": kept}
-    bare = {name: value for name, value in config.items() if name not in kept}
+    body = {name: entry for name, entry in tensors.items() if name not in head}
+    head_fields = {name: config[name] for name in _LABELS if name in config}
+    record: dict[str, Any] = {"architecture": architecture.group(), "config": head_fields}
+    bare = {name: value for name, value in config.items() if name not in head_fields}
     if model_type in _BERTS:
-        left = {name.removeprefix("bert."): entry for name, entry in left.items()}
-        return BareModel({**bare, "architectures": [f"{stem}Model"]}, left, head, record)
+        body = {name.removeprefix("bert."): entry for name, entry in body.items()}
+        return BareModel({**bare, "architectures": [f"{stem}Model"]}, body, head, record)
     if not has_classes:
         prefix = _PREFIXES.get(model_type, "model.")
-        if any(name.startswith(prefix) for name in left):
+        if any(name.startswith(prefix) for name in body):
             return whole
-        left = {f"{prefix}{name}": entry for name, entry in left.items()}
+        body = {f"{prefix}{name}": entry for name, entry in body.items()}
         record["prefix"] = prefix
     record["config"]["tie_word_embeddings"] = config.get("tie_word_embeddings")
     bare |= {"architectures": [f"{stem}ForCausalLM"], "tie_word_embeddings": True}
-    return BareModel(bare, left, head, record)
+    return BareModel(bare, body, head, record)
 
 
 def with_tensors(record: Mapping[str, Any], head: Rows) -> dict[str, Any]:
-    """Return the facts of a head with its tensors added."""
-    found = {}
+    """Return the record of a head with its tensors added, encoded as text.
+
+    Raises:
+        ValueError: if a tensor is too large to be stored as text, or has another dtype.
+    """
+    tensors = {}
     for name, entry in head.entries.items():
         if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:
             raise ValueError(
-                f"{record['architecture']} has {name} of {entry.num_bytes} bytes, "
-                f"{entry.dtype}: only heads in {', '.join(_DTYPES)} up to "
-                f"{_MAX_BYTES} bytes are kept."
+                f"{record['architecture']} has {name} of {entry.num_bytes} bytes in "
+                f"{entry.dtype}, which cannot be kept: heads must be in {', '.join(_DTYPES)} "
+                f"and have up to {_MAX_BYTES} bytes."
             )
         rows = head.rows(name, 0, entry.shape[0])
         data = base64.b64encode(memory(rows.contiguous())).decode()
-        found[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data": data}
-    return {**record, "tensors": found}
+        tensors[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data": data}
+    return {**record, "tensors": tensors}
 
 
 def put_head_on(
     record: Mapping[str, Any], config: dict[str, Any], items: list[Item]
 ) -> tuple[dict[str, Any], list[Item]]:
-    """Return the config.json and tensors of a folder with its head."""
+    """Return the config.json and tensors of a model with its head; inverse of removal."""
     config = {**config, "architectures": [record["architecture"]], **record["config"]}
     for name, value in record["config"].items():
         if value is None:

@@ -50,7 +50,7 @@ def open_native(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]
             stored, hf = stack.enter_context(_merged(step, stored, adapter))
         links = [Link((name,), name) for name in stored.entries]
         theirs = cast_rows(stored, options)
-        found = OpenCheckpoint(
+        checkpoint = OpenCheckpoint(
             *describe_rows(description, links, theirs, options),
             hf=hf,
             tokenizer=tokenizer,
@@ -58,16 +58,18 @@ def open_native(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]
             left_behind=len(index.tensors) - len(tensors),
         )
         if options.optimizer:
-            found = with_state(found, read_native(index, reader, theirs, str(step)), options)
-        yield found
+            checkpoint = with_state(
+                checkpoint, read_native(index, reader, theirs, str(step)), options
+            )
+        yield checkpoint
 
 
 @contextmanager
 def _merged(
     step: Path, stored: Rows, adapter: Mapping[str, Any]
 ) -> Iterator[tuple[Rows, dict[str, Any]]]:
-    """Yield a step's adapters merged into their base model, and the base's ``hf`` entry."""
-    if not adapter["base"]:  # the step holds both
+    """Yield the base model with a step's adapters merged, and the base's ``hf`` entry."""
+    if not adapter["base"]:  # the step holds base and adapters
         yield MergedTensors(stored, stored, adapter), {}
         return
     base = as_path(find_base(step, adapter))
@@ -77,16 +79,16 @@ def _merged(
 
 
 def _description(step: Path, index: Index) -> dict[str, Any]:
-    """Return the description in a step's index.
+    """Return the model's description in a step's index.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the index has no description.
     """
     description = index.extra.get("model")
     if not isinstance(description, dict) or "family" not in description:
         raise ValueError(
-            f"{step} does not name its model (extra.model in its index): it was not saved by "
-            "mcore-train or mcore-ckpt convert."
+            f"{step} does not describe its model (extra.model in its index): give a checkpoint "
+            "of mcore-train or mcore-ckpt convert."
         )
     check_description(description, (one.shape for one in index.tensors.values()), str(step))
     return description

@@ -20,13 +20,13 @@ PREFIX = "model."
 """Prefix of logical names of weights in an mcore checkpoint."""
 
 EXTRA = "mcore"
-"""Entry of checkpoints of other formats written here: JSON with the model's description."""
+"""Name of the JSON with the model's description in checkpoints of other formats."""
 
 PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 """Tensors with a row for each id of the vocabulary."""
 
 STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
-"""Beginnings of names of entries that are not weights."""
+"""Prefixes of the names of entries that are not weights."""
 
 _MOST_LAYERS = 10_000
 """Bound for models that are described without their tensors."""
@@ -37,15 +37,16 @@ class OpenCheckpoint:
     """A checkpoint whose tensors can be read."""
 
     description: dict[str, Any]
-    """The model, in our fields."""
+    """Description of the model; see ``families``."""
     links: Sequence[Link]
-    """Mapping of its tensors to ours."""
+    """Mapping of the checkpoint's tensors to logical tensors."""
     theirs: Rows
-    """Its tensors under its own names."""
+    """Tensors under the checkpoint's names."""
     ours: Rows
-    """Its tensors under logical names, resized to ``vocab_size``."""
+    """Tensors under logical names, resized to ``vocab_size``."""
     hf: dict[str, Any] = field(default_factory=dict)
-    """``model_type`` and carried fields of the Hugging Face model that it came from."""
+    """``model_type`` and carried fields of the Hugging Face model that the weights came
+    from."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the tokenizer."""
     generation: Mapping[str, bytes] = field(default_factory=dict)
@@ -57,29 +58,30 @@ class OpenCheckpoint:
     state: "OptimizerState | None" = None
     """The optimizer's state, if requested."""
     quantization: str = ""
-    """How the folder stores its quantized matrices, which are dequantized; empty: not
-    quantized."""
+    """Quantization of the folder, whose matrices are dequantized; empty: not quantized."""
     took_config: bool = False
-    """Whether the description comes from ``--config``, because the checkpoint has none."""
+    """Whether the description comes from ``--config``, as the checkpoint has no description."""
 
 
 def description_in(config: str) -> dict[str, Any]:
-    """Read a description from the file that ``--config`` names; empty without the option."""
+    """Return the description in the file of ``--config``; empty without the option."""
     if not config:
         return {}
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        found = read_json_object(path)
+        fields = read_json_object(path)
     except FileNotFoundError:
         raise ValueError(f"--config {config}: there is no {path}.") from None
-    # The tensors are compared later.
-    check_counts(found, [(_MOST_LAYERS, 1, 1)], str(path))
-    if "model_type" in found:
-        return find_family(found["model_type"]).to_ours(found)
-    if "family" in found and "config" in found:
-        return found
-    raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")
+    # Bound the sizes now; they are compared with the tensors later.
+    check_counts(fields, [(_MOST_LAYERS, 1, 1)], str(path))
+    if "model_type" in fields:
+        return find_family(fields["model_type"]).to_ours(fields)
+    if "family" in fields and "config" in fields:
+        return fields
+    raise ValueError(
+        f"--config {config} has neither model_type nor family: give the config.json of a model."
+    )
 
 
 def link_tensors(
@@ -106,7 +108,7 @@ def link_tensors(
 def describe_rows(
     description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ConvertOptions
 ) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
-    """Return the first four fields of an ``OpenCheckpoint``, the vocabulary resized as asked.
+    """Return description, links and rows of an ``OpenCheckpoint``; resizes the vocabulary.
 
     Raises:
         ValueError: if a tensor's shape is not that of the description.
@@ -125,13 +127,13 @@ def cast_rows(theirs: Rows, options: ConvertOptions) -> Rows:
 
 
 def with_state(
-    found: OpenCheckpoint, state: "OptimizerState", options: ConvertOptions
+    checkpoint: OpenCheckpoint, state: "OptimizerState", options: ConvertOptions
 ) -> OpenCheckpoint:
-    """Add an optimizer's state, with its vocabulary rows resized like the weights'."""
+    """Return a checkpoint with an optimizer state, whose vocabulary is resized likewise."""
     sizes = dict.fromkeys(PADDED, options.vocab_size) if options.vocab_size else {}
     parts = {
         kind: replace(part, ours=ResizedTensors(part.ours, sizes))
         for kind, part in state.parts.items()
     }
-    left_behind = found.left_behind - state.num_entries
-    return replace(found, state=replace(state, parts=parts), left_behind=left_behind)
+    left_behind = checkpoint.left_behind - state.num_entries
+    return replace(checkpoint, state=replace(state, parts=parts), left_behind=left_behind)

@@ -1,9 +1,9 @@
-"""Adapter folders of Hugging Face PEFT, converted from and to ours.
+"""Reads and writes adapter folders of Hugging Face PEFT.
 
 ``adapter_model.safetensors`` holds ``base_model.model.<module>.lora_A.weight``, ``lora_B`` and
-for DoRA ``.lora_magnitude_vector``; ``adapter_config.json`` states rank, factor and base. The
-rows of B and of magnitudes are those of the module's weight, so that the base's rules apply to
-them. All parts of a fused module share one A there; here each part has its own.
+for DoRA ``.lora_magnitude_vector``; ``adapter_config.json`` has rank, factor and base. The rows
+of B and of magnitudes are those of the module's weight, so that the base's rules apply to them.
+In PEFT all parts of a fused module share one A; in mcore each part has a separate A.
 """
 
 import math
@@ -31,7 +31,7 @@ TENSORS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
 _TRAINED = ".modules_to_save."
 _TABLES = {"embedding.weight": "embedding", "head.weight": "head", "lm_head.bias": "head"}
-"""Tensors that a run trains beside its adapters, by choices of its --modules-to-save."""
+"""Choice of --modules-to-save for each tensor that a run may train in addition to adapters."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva")
 _UNKNOWN = {
     "target_parameters": "adapters of stacked experts",
@@ -47,35 +47,37 @@ _UNKNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapters:
-    """Adapters under our names."""
+    """Adapters of a PEFT folder under logical names."""
 
     rows: HeldRows
     config: dict[str, Any]
-    """Rank, factor and targets, as in the index of our adapters; without the base."""
+    """Rank, factor and targets, as in the index of an mcore step of adapters; without the
+    base."""
     replaced: HeldRows
-    """Tensors that were trained as a whole (``modules_to_save``); new tokens make tables
-    longer."""
+    """Tensors that were trained as a whole (``modules_to_save``); tables with new tokens are
+    longer than the base's."""
 
     def check_tables(self, base: Rows) -> None:
-        """Raise ValueError for tensors in place of the base's with which no run can begin."""
+        """Raise ValueError for replaced tensors that a run cannot load onto the base."""
         for name, entry in self.replaced.entries.items():
             if name not in _TABLES or entry.shape != base.entries[name].shape:
                 raise ValueError(
-                    f"the adapters bring a {name} of shape {list(entry.shape)} of their own "
-                    "(modules_to_save), with which they cannot be loaded: merge them with "
-                    "their base first (mcore-ckpt convert hf-to-mcore)."
+                    f"the adapters replace {name} by a tensor of shape {list(entry.shape)} "
+                    "(modules_to_save), which cannot be loaded: merge them with their base "
+                    "first (mcore-ckpt convert hf-to-mcore)."
                 )
 
 
 def base_folder(folder: Path) -> Path:
     """Return the folder of the base model; ValueError if it is not on this machine."""
     name = _config(folder).get("base_model_name_or_path") or ""
-    for place in (Path(name), folder / name):
-        if name and place.is_dir():
-            return place
+    for candidate in (Path(name), folder / name):
+        if name and candidate.is_dir():
+            return candidate
     raise ValueError(
-        f"{folder} holds adapters of {name or 'a model that it does not name'}, which is no "
-        f"folder here: write its path into {PEFT_CONFIG} (base_model_name_or_path)."
+        f"{folder} holds adapters of {name or 'an unnamed model'}, which is not a folder on "
+        f"this machine: write the path of the base into {PEFT_CONFIG} "
+        "(base_model_name_or_path)."
     )
 
 
@@ -85,45 +87,45 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
     Raises:
         ValueError: if the folder uses an unsupported feature of PEFT, or modules that the base
             lacks.
-        CheckpointError: if the tensors are not those of adapters.
+        CheckpointError: if the file holds other tensors than adapters.
     """
     config = _checked(folder)
     by_name = {link.theirs: link for link in links}
     modules, replaced = _modules(folder, by_name)
-    strange = sorted(modules.keys() - {name.removesuffix(".weight") for name in by_name})
-    if strange:
+    unknown = sorted(modules.keys() - {name.removesuffix(".weight") for name in by_name})
+    if unknown:
         raise ValueError(
-            f"{folder} has an adapter of {strange[0]}, which the model in "
-            f"{config['base_model_name_or_path']} does not have as a linear of its own."
+            f"{folder} has an adapter of {unknown[0]}, which is not a linear of the model in "
+            f"{config['base_model_name_or_path']}: give the base that it was trained on."
         )
     rank = max(kinds[A].shape[0] for kinds in modules.values())
     scales = {name: _scale(config, name, kinds[A].shape[0]) for name, kinds in modules.items()}
     scale = max(set(scales.values()), key=list(scales.values()).count)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, kinds in modules.items():
         link = replace(by_name[f"{name}.weight"], transposed=False)
         down, up = kinds[A], kinds[B]
         if scales[name] != scale:
             up = up * (scales[name] / scale)
-        # Zero rows and columns bring adapters to one rank; they get no gradient.
+        # Zero rows of A and columns of B extend all adapters to the largest rank.
         down = torch.nn.functional.pad(down, (0, 0, 0, rank - down.shape[0]))
         up = torch.nn.functional.pad(up, (0, rank - up.shape[1]))
         for weight, rows in _ours(link, up).items():
-            found[adapter_name(weight, A)] = down
-            found[adapter_name(weight, B)] = rows
+            tensors[adapter_name(weight, A)] = down
+            tensors[adapter_name(weight, B)] = rows
         if MAGNITUDE in kinds:
             for weight, rows in _ours(link, kinds[MAGNITUDE]).items():
-                found[adapter_name(weight, MAGNITUDE)] = rows
+                tensors[adapter_name(weight, MAGNITUDE)] = rows
     weights = [weight for link in links for weight in link.ours]
     tables = sorted({_TABLES[name] for name in replaced if name in _TABLES})
     return PeftAdapters(
-        HeldRows(found),
+        HeldRows(tensors),
         {
             "peft": "dora" if config.get("use_dora") else "lora",
             "lora_dim": rank,
             "lora_alpha": scale * rank,
             "lora_dropout": config.get("lora_dropout", 0.0),
-            "lora_target_modules": _patterns(group_adapters(found), weights),
+            "lora_target_modules": _patterns(group_adapters(tensors), weights),
             **({"modules_to_save": tables} if tables else {}),
         },
         HeldRows(replaced),
@@ -140,19 +142,20 @@ def write_adapters(
     """Write a folder that PEFT reads.
 
     Args:
-        folder: to write into.
-        adapters: by logical name, and tables that were trained whole.
-        links: of the base model.
+        folder: folder to write into.
+        adapters: tensors of adapters and tables of --modules-to-save, by logical name.
+        links: links of the base model.
         config: rank, factor and base.
-        copies: names of tied tensors of the base, and the names of which they are copies.
+        copies: originals of tied tensors of the base, by the name of the copy.
 
     Raises:
-        ValueError: if routed experts have adapters, which PEFT stacks.
+        ValueError: if routed experts have adapters, which PEFT stacks, or only some parts of a
+            fused module have adapters.
     """
     by_weight = group_adapters(adapters)
     if any(".experts." in weight for weight in by_weight):
         raise ValueError(
-            "adapters of routed experts have no form in PEFT that every version reads: merge "
+            "PEFT has no format for adapters of routed experts that every version reads: merge "
             "them instead (convert mcore-to-hf)."
         )
     tensors: dict[str, Tensor] = {}
@@ -162,7 +165,7 @@ def write_adapters(
         if link.ours[0] in adapters:
             names = [link.theirs, *(copy for copy, of in copies.items() if of == link.theirs)]
             table = _theirs(link, {link.ours[0]: adapters[link.ours[0]]})
-            # safetensors stores no tensor twice: a tied head is written as a copy.
+            # safetensors refuses shared memory: a tied head is written as a copy.
             tensors |= {f"{_BEFORE}{name}": table.clone() for name in names}
             saved += [name.rpartition(".")[0].rpartition(".")[2] for name in names]
         kinds = [by_weight.get(weight) for weight in link.ours]
@@ -178,7 +181,9 @@ def write_adapters(
     ]
     write_file(folder / TENSORS, items, metadata={"format": "pt"})
     rank, alpha = config["lora_dim"], config["lora_alpha"]
-    wide = {name: own for name, own in ranks.items() if own != rank}
+    other_ranks = {
+        name: rank_of_module for name, rank_of_module in ranks.items() if rank_of_module != rank
+    }
     names = [link.theirs.removesuffix(".weight") for link in links]
     table = {
         "peft_type": "LORA",
@@ -188,8 +193,10 @@ def write_adapters(
         "lora_alpha": alpha,
         "lora_dropout": config.get("lora_dropout", 0.0),
         "target_modules": _short(list(ranks), list(names)),
-        "rank_pattern": wide,
-        "alpha_pattern": {name: alpha * own / rank for name, own in wide.items()},
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {
+            name: alpha * rank_of_module / rank for name, rank_of_module in other_ranks.items()
+        },
         "use_dora": config["peft"] == "dora",
         "use_rslora": False,
         "fan_in_fan_out": any(link.transposed for link in links),
@@ -209,22 +216,25 @@ def _joined(
     rank: int,
 ) -> dict[str, Tensor]:
     """Join the adapters of a fused module's parts: A stacked, B block-diagonal."""
-    there = [own for own in kinds if own is not None]
-    if len(there) < len(kinds):
+    present = [kind_names for kind_names in kinds if kind_names is not None]
+    if len(present) < len(kinds):
         raise ValueError(
-            f"{link.theirs} stands for {', '.join(link.ours)}, of which some have adapters "
-            "and others none: PEFT has one for all. Merge them instead (convert mcore-to-hf)."
+            f"{link.theirs} fuses {', '.join(link.ours)}, and only some of them have adapters, "
+            "but PEFT has one adapter for all: merge them instead (convert mcore-to-hf)."
         )
-    width = rank * len(there)
+    width = rank * len(present)
     parts, magnitudes = {}, {}
-    for number, (weight, own) in enumerate(zip(link.ours, there, strict=True)):
-        up = adapters[own[B]]
-        before = number * rank
-        parts[weight] = torch.nn.functional.pad(up, (before, width - before - rank))
-        if MAGNITUDE in own:
-            magnitudes[weight] = adapters[own[MAGNITUDE]]
-    found = {A: torch.cat([adapters[own[A]] for own in there]), B: _theirs(link, parts)}
-    return found | ({MAGNITUDE: _theirs(link, magnitudes)} if magnitudes else {})
+    for number, (weight, kind_names) in enumerate(zip(link.ours, present, strict=True)):
+        up = adapters[kind_names[B]]
+        first_column = number * rank
+        parts[weight] = torch.nn.functional.pad(up, (first_column, width - first_column - rank))
+        if MAGNITUDE in kind_names:
+            magnitudes[weight] = adapters[kind_names[MAGNITUDE]]
+    joined = {
+        A: torch.cat([adapters[kind_names[A]] for kind_names in present]),
+        B: _theirs(link, parts),
+    }
+    return joined | ({MAGNITUDE: _theirs(link, magnitudes)} if magnitudes else {})
 
 
 def _theirs(link: Link, ours: Mapping[str, Tensor]) -> Tensor:
@@ -245,7 +255,7 @@ def _checked(folder: Path) -> dict[str, Any]:
     config = _config(folder)
     if config.get("peft_type") != "LORA":
         raise ValueError(
-            f"{folder} holds adapters of the kind {config.get('peft_type')}: only LORA is read."
+            f"{folder} holds adapters with peft_type {config.get('peft_type')}: give LORA."
         )
     for name, what in _UNKNOWN.items():
         if config.get(name) not in (None, False, "none", [], {}):
@@ -253,8 +263,8 @@ def _checked(folder: Path) -> dict[str, Any]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ValueError(
-            f"{folder} was begun with init_lora_weights={start!r}, which changed the base too: "
-            "have PEFT convert it to plain LoRA."
+            f"{folder} was trained with init_lora_weights={start!r}, which changed the base "
+            "too: convert it to plain LoRA with PEFT."
         )
     return config
 
@@ -262,30 +272,30 @@ def _checked(folder: Path) -> dict[str, Any]:
 def _modules(
     folder: Path, links: Mapping[str, Link]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Read the tensors: by module of the base and kind; and those in place of the base's.
+    """Read the tensors of adapters, and the tensors that replace the base's.
 
     Args:
-        folder: of the adapters.
-        links: of the base, by its names.
+        folder: folder of the adapters.
+        links: links of the base, by foreign name.
 
     Returns:
-        Adapters under its names, and complete tensors under ours.
+        Tensors of adapters by foreign module and kind; replaced tensors by logical name.
     """
     file = folder / TENSORS
     if not file.is_file():
-        raise CheckpointError(f"{folder} holds no {TENSORS}: pickles are not read.")
-    found: dict[str, dict[str, Tensor]] = {}
+        raise CheckpointError(f"{folder} holds no {TENSORS}: save the adapters as safetensors.")
+    modules: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is no sound safetensors file: {error}.") from None
+        raise CheckpointError(f"{file} is damaged: {error}.") from None
 
     def link_of(name: str) -> Link | None:
         return links.get(name.removeprefix(_BEFORE).replace(_TRAINED, "."))
 
-    # Tensors of the base come first; of these, copies of the trained module come last and win
-    # over those that PEFT saves of resized tables.
+    # Visit tensors of the base first. Among them, trained modules come last, as they override
+    # the copies that PEFT saves of resized tables.
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (link_of(item[0]) is None, _TRAINED in item[0])
     ):
@@ -295,21 +305,21 @@ def _modules(
         if link := link_of(name):
             replaced |= _ours(link, tensor)
             continue
-        if kind is None and any(torch.equal(tensor, own) for own in replaced.values()):
+        if kind is None and any(torch.equal(tensor, table) for table in replaced.values()):
             continue  # the copy of a tied table
         if kind is None or not name.startswith(_BEFORE):
             raise CheckpointError(
-                f"{file} holds {name}, which is no matrix or magnitude of a linear's adapter, "
-                "and no tensor of the base either."
+                f"{file} holds {name}, which is neither a matrix or magnitude of a linear's "
+                "adapter nor a tensor of the base."
             )
         module = name.removeprefix(_BEFORE).removesuffix(f".{kind}")
-        found.setdefault(module, {})[kind] = tensor
-    for name, kinds in found.items():
+        modules.setdefault(module, {})[kind] = tensor
+    for name, kinds in modules.items():
         if A not in kinds or B not in kinds:
-            raise CheckpointError(f"{file} holds half of the adapter of {name}.")
-    if not found:
+            raise CheckpointError(f"{file} is damaged: the adapter of {name} lacks {A} or {B}.")
+    if not modules:
         raise CheckpointError(f"{file} holds no adapters.")
-    return found, replaced
+    return modules, replaced
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -321,24 +331,24 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _patterns(adapted: Iterable[str], weights: Iterable[str]) -> list[str]:
-    """Name the adapted linears by their part after the layer's number, if all layers agree."""
+    """Return the names of adapted linears, without the layer's number if all layers agree."""
     return _short([_stem(weight) for weight in adapted], [_stem(weight) for weight in weights])
 
 
 def _short(adapted: Sequence[str], names: Sequence[str]) -> list[str]:
     chosen = set(adapted)
-    found = set()
+    patterns = set()
     for name in adapted:
         end = _behind_number(name)
-        alike = {other for other in names if other == end or other.endswith(f".{end}")}
-        found.add(end if alike <= chosen else name)
-    return sorted(found)
+        same_suffix = {other for other in names if other == end or other.endswith(f".{end}")}
+        patterns.add(end if same_suffix <= chosen else name)
+    return sorted(patterns)
 
 
 def _behind_number(name: str) -> str:
     words = name.split(".")
-    places = [place for place, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[places[-1] + 1 :]) if places else name
+    positions = [position for position, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[positions[-1] + 1 :]) if positions else name
 
 
 def _stem(weight: str) -> str:

@@ -44,15 +44,15 @@ def take_quantization(
     """Split a config.json into the model's fields and its quantization.
 
     Args:
-        config: fields; hf_quant_config.json in ``folder``, if present, overrides them.
-        folder: of the weights.
+        config: fields of config.json; hf_quant_config.json in ``folder`` overrides them.
+        folder: folder of the weights.
 
     Returns:
-        The fields without the quantization; the name of its method, for people; the view that
-        dequantizes. A method that is not read here keeps its field, which families refuse.
+        The fields without the quantization; the name of the method, for messages; the view that
+        dequantizes. Fields of an unsupported method remain, so that families refuse them.
 
     Raises:
-        ValueError: if the method is read here, but not with these parameters.
+        ValueError: if the method is supported, but not with these parameters.
     """
     how = config.get("quantization_config")
     how = how if isinstance(how, dict) else {}
@@ -81,14 +81,18 @@ def take_quantization(
 
 
 def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
-    """Return how a ``quantization_config`` packs matrices; empty if it is read elsewhere."""
+    """Return the schemes of packed matrices of a ``quantization_config``; may be empty.
+
+    Raises:
+        ValueError: if the method is supported, but not with these parameters.
+    """
     method = how.get("quant_method")
     if method == "gptq":
         bits, form = how.get("bits"), how.get("checkpoint_format", "gptq")
         if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
             raise ValueError(
                 f"quantization_config has GPTQ with bits {bits} and checkpoint_format "
-                f"{form!r}: read are 4 and 8 bits, gptq and gptq_v2."
+                f"{form!r}: only 4 and 8 bits, gptq and gptq_v2 are supported."
             )
         offset = 1 if form == "gptq" else 0
         return (ByInputs(bits=bits, group_size=how.get("group_size", -1), zero_offset=offset),)
@@ -96,21 +100,21 @@ def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
         bits, version = how.get("bits", how.get("w_bit")), how.get("version", "gemm")
         if bits != 4 or str(version).lower() != "gemm":
             raise ValueError(
-                f"quantization_config has AWQ with bits {bits} and version {version!r}: read "
-                "is 4 bits, gemm."
+                f"quantization_config has AWQ with bits {bits} and version {version!r}: only 4 "
+                "bits, gemm are supported."
             )
         size = how.get("group_size", how.get("q_group_size", 128))
         return (ByInputs(bits=4, group_size=size, packs_outputs=True),)
     if method != "compressed-tensors":
         return ()
     groups = (how.get("config_groups") or {}).values()
-    found = tuple(dict.fromkeys(_compressed(how, group) for group in groups))
-    if len({one.mark for one in found}) < len(found):
+    schemes = tuple(dict.fromkeys(_compressed(how, group) for group in groups))
+    if len({scheme.mark for scheme in schemes}) < len(schemes):
         raise ValueError(
-            "quantization_config of compressed-tensors stores modules in several ways under "
-            "one name, which is not read here."
+            "quantization_config of compressed-tensors stores modules in several formats under "
+            "one name, which is not supported."
         )
-    return found
+    return schemes
 
 
 def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
@@ -140,12 +144,12 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
     ):
         raise ValueError(
             f"quantization_config has compressed-tensors in the format {form!r} with {bits} "
-            f"bits by {strategy!r}: read are {', '.join(forms)} of 8 or 4 bits, by "
-            f"{', '.join(blocks)}."
+            f"bits by {strategy!r}: only {', '.join(forms)} with 8 or 4 bits, by "
+            f"{', '.join(blocks)}, are supported."
         )
     symmetric = bool(weights.get("symmetric", True))
     if not symmetric and form != "pack-quantized":
-        raise ValueError(f"{form} of compressed-tensors with zero points is not read here.")
+        raise ValueError(f"{form} of compressed-tensors with zero points is not supported.")
     tall, across = blocks[strategy]
     return ByOutputs(form=str(form), bits=bits, block=(tall, across), symmetric=symmetric)
 
@@ -158,7 +162,7 @@ def _unified(how: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> Rows:
-    """Dequantize packed matrices; those of a unified layout keep their codes accessible."""
+    """Return a view that dequantizes; codes stay readable if there is a unified layout."""
     layout = layout_named_by(how)
     if layout is not None and UnifiedRows.reads(theirs, layout):
         unified = UnifiedRows(theirs, layout)
@@ -168,13 +172,13 @@ def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> R
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """How some rows of a quantized matrix were rounded."""
+    """Layout and scales of some rows of a quantized matrix."""
 
     layout: QuantLayout
     """Layout of the matrix."""
     scales: Float[Tensor, "f d"]
     """Factors of codes, float32: a row for each group of rows (the first group may begin before
-    ``begin``), a column for each group of columns; ``[1, 1]`` if all share one."""
+    the part), a column for each group of columns; ``[1, 1]`` if all codes share a factor."""
     input_scale: Tensor | None
     """Factor of the codes of inputs; None: inputs are scaled dynamically."""
     pre_quant_scale: Float[Tensor, " D"] | None
@@ -192,18 +196,18 @@ class MatrixPart:
 
 
 class WidenedRows:
-    """Rows of the unified layout with quantized matrices as float32, without scale tensors.
+    """Dequantizes folders of the unified layout to float32; hides the scale tensors.
 
     ``M.weight`` is ``codes * weight_scale * weight_scale_2 * pre_quant_scale``: the weight of a
     linear whose inputs are not rounded.
     """
 
     def __init__(self, under: Rows, plan: QuantPlan) -> None:
-        """Check every tensor against the config's statement about its module.
+        """Check that the tensors match the plan; values are read later.
 
         Raises:
-            ValueError: if a matrix is quantized although the config excludes it or vice versa,
-                a scale is missing or has no weight, or shapes do not fit.
+            ValueError: if a matrix is quantized although the plan excludes it or vice versa, a
+                scale is missing or has no weight, or shapes do not fit.
         """
         self._under, self.plan = under, plan
         self.entries: dict[str, TensorEntry] = {}
@@ -211,7 +215,9 @@ class WidenedRows:
             module, _, kind = name.rpartition(".")
             if kind in SCALES:
                 if f"{module}.{WEIGHT_SCALE}" not in under.entries:
-                    raise ValueError(f"{name} is the scale of no quantized tensor.")
+                    raise ValueError(
+                        f"{name} is a scale without a quantized weight: the folder is damaged."
+                    )
             elif name.endswith(KV_SCALES):
                 continue
             elif f"{module}.{WEIGHT_SCALE}" in under.entries and kind == "weight":
@@ -223,7 +229,7 @@ class WidenedRows:
 
     @property
     def stored(self) -> Rows:
-        """The folder's own tensors: codes and scales."""
+        """Tensors of the folder as stored: codes and scales."""
         return self._under
 
     def _quantized(self, module: str, entry: TensorEntry) -> TensorEntry:
@@ -233,14 +239,22 @@ class WidenedRows:
             raise ValueError(f"{module} is quantized, although the config excludes it.")
         shape = layout.shape_of(entry.shape)
         for kind, (dtype, wanted) in layout.tensors(shape).items():
-            found = entries.get(f"{module}.{kind}")
-            if found is None and kind == PRE_QUANT_SCALE and layout.pre_quant_scale == "some":
+            stored_entry = entries.get(f"{module}.{kind}")
+            if (
+                stored_entry is None
+                and kind == PRE_QUANT_SCALE
+                and layout.pre_quant_scale == "some"
+            ):
                 continue
-            if found is None or not _fits(found, dtype, wanted):
-                held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+            if stored_entry is None or not _fits(stored_entry, dtype, wanted):
+                actual = (
+                    "absent"
+                    if stored_entry is None
+                    else f"{stored_entry.dtype} {list(stored_entry.shape)}"
+                )
                 raise ValueError(
                     f"{module}.{kind} must be {dtype} {list(wanted)} for {layout.algo}, and is "
-                    f"{held}."
+                    f"{actual}."
                 )
         return TensorEntry(shape, "F32", ())
 
@@ -250,8 +264,8 @@ class WidenedRows:
             return
         if not self.plan.excludes(module):
             raise ValueError(
-                f"{name} is not quantized, and the config does not exclude it: its "
-                f"{WEIGHT_SCALE} is missing, or {module} in exclude_modules."
+                f"{name} is not quantized, although the config does not exclude it: add its "
+                f"{WEIGHT_SCALE}, or {module} to exclude_modules."
             )
 
     def _check_cache(self) -> None:
@@ -286,7 +300,7 @@ class WidenedRows:
         return f"{name.removesuffix(_WEIGHT)}.{WEIGHT_SCALE}" in self._under.entries
 
     def layout(self, name: str) -> QuantLayout:
-        """Return how a quantized tensor is stored."""
+        """Return the layout of a quantized tensor."""
         return self.plan.of(name.removesuffix(_WEIGHT))
 
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
@@ -320,13 +334,13 @@ class WidenedRows:
         return {name: self._under.rows(name, 0, 1).float().view(()) for name in names}
 
 
-def _fits(found: TensorEntry, dtype: str, shape: tuple[int, ...]) -> bool:
+def _fits(entry: TensorEntry, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor has the required dtype and shape.
 
-    A single number may have any shape, scales of blocks ``[F/rows, D/columns]``; F32 may be any
-    floating-point dtype.
+    A single number may have any number of dimensions, scales of blocks may have shape
+    ``[F/rows, D/columns]``, and F32 may be any floating-point dtype.
     """
-    is_float = dtype == "F32" and DTYPES[found.dtype].is_floating_point
-    has_shape = found.shape == shape or prod(found.shape) == prod(shape) == 1
-    has_shape |= len(shape) == 4 and found.shape == shape[::2]
-    return has_shape and (found.dtype == dtype or is_float)
+    is_float = dtype == "F32" and DTYPES[entry.dtype].is_floating_point
+    has_shape = entry.shape == shape or prod(entry.shape) == prod(shape) == 1
+    has_shape |= len(shape) == 4 and entry.shape == shape[::2]
+    return has_shape and (entry.dtype == dtype or is_float)

@@ -1,10 +1,10 @@
-"""Layouts of quantized weights in a Hugging Face folder, one row each.
+"""Table of layouts of quantized weights in a Hugging Face folder.
 
-The unified layout that TensorRT-LLM, vLLM and SGLang read: weights keep their names, and a
-module ``M`` has scales besides ``M.weight``. Dequantized, ``weight = codes * weight_scale *
-weight_scale_2``; its input is multiplied by ``pre_quant_scale`` first. ``hf_quant_config.json``
-names the algorithm and the modules that are not quantized; ``config.json`` states the same in
-``quantization_config``.
+In the unified layout, which TensorRT-LLM, vLLM and SGLang read, weights keep their names, and a
+module ``M`` has scales in addition to ``M.weight``. Dequantized, ``weight = codes *
+weight_scale * weight_scale_2``; the input is multiplied by ``pre_quant_scale`` first.
+``hf_quant_config.json`` has the algorithm and the modules that are not quantized, as has
+``quantization_config`` in ``config.json``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantLayout:
-    """How a quantized matrix ``[F, D]`` (outputs, inputs) is stored."""
+    """Storage of a quantized matrix ``[F, D]`` (outputs, inputs): codes and scales."""
 
     algo: str
     """``quant_algo`` of hf_quant_config.json."""
@@ -54,10 +54,10 @@ class QuantLayout:
     input_scale: bool = False
     """Whether the file has an ``input_scale``; else inputs are scaled dynamically."""
     pre_quant_scale: Literal["", "some", "all"] = ""
-    """Modules that have one: none, those without a norm to fold it into, or all."""
+    """Modules with ``pre_quant_scale``: none, those without a norm to fold it into, or all."""
 
     def problem(self, shape: Sequence[int]) -> str:
-        """Return why a matrix cannot be stored in this layout; empty if it can."""
+        """Return the reason why a matrix cannot be stored in this layout, else ''."""
         (rows, columns), (tall, width) = shape, self.group
         if self.code == "int4" and rows % 2:
             return f"{rows} rows are odd, and two share a byte"
@@ -75,8 +75,8 @@ class QuantLayout:
             return ()
         if not wide:
             return (-(-rows // tall),)
-        found = (-(-rows // tall), -(-columns // wide))
-        return found if tall == 1 else (found[0], 1, found[1], 1)
+        groups = (-(-rows // tall), -(-columns // wide))
+        return groups if tall == 1 else (groups[0], 1, groups[1], 1)
 
     def tensors(self, shape: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors of a module ``M``: dtype and shape by name, ``weight`` first.
@@ -84,21 +84,21 @@ class QuantLayout:
         ``pre_quant_scale`` ``[D]`` is listed if any module of the layout may have it.
         """
         dtype, (tall, wide) = stored(self.code)
-        found: dict[str, tuple[str, tuple[int, ...]]] = {
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             "weight": (dtype, (shape[0] // tall, shape[1] // wide)),
             WEIGHT_SCALE: (self.scale_dtype, self.scale_shape(shape)),
         }
         if self.has_second_scale:
-            found[WEIGHT_SCALE_2] = ("F32", ())
+            tensors[WEIGHT_SCALE_2] = ("F32", ())
         if self.input_scale:
-            found[INPUT_SCALE] = ("F32", ())
+            tensors[INPUT_SCALE] = ("F32", ())
         if self.pre_quant_scale:
-            found[PRE_QUANT_SCALE] = ("F32", (shape[1],))
-        return found
+            tensors[PRE_QUANT_SCALE] = ("F32", (shape[1],))
+        return tensors
 
     @property
     def has_second_scale(self) -> bool:
-        """Whether the scales themselves are scaled by one number for the tensor."""
+        """Whether the scales are scaled by one number for the tensor."""
         return self.scale_dtype == "F8_E4M3"
 
     def shape_of(self, packed: Sequence[int]) -> tuple[int, int]:
@@ -107,12 +107,12 @@ class QuantLayout:
         return packed[0] * tall, packed[1] * wide
 
     def scales(self, weight: Float[Tensor, "F D"], amax: Tensor | None = None) -> Scales:
-        """Choose scales by the largest magnitude of each group.
+        """Return scales that map the largest magnitude of each group to the largest code.
 
         Args:
-            weight: finite.
-            amax: largest magnitude of the whole tensor, shared by members of a fused group;
-                None: the weight's own. Without effect on scales of rows and groups.
+            weight: finite numbers.
+            amax: largest magnitude, shared by the members of a fused group; None: that of
+                ``weight``. Without effect on scales of rows and groups.
         """
         weight, limit = weight.float(), LARGEST[self.code]
         whole = weight.abs().amax() if amax is None else amax.float()
@@ -162,7 +162,7 @@ class QuantLayout:
         return decode(codes, self.code) * self.full_scales(scales, codes.shape)
 
     def _tops(self, weight: Tensor) -> Tensor:
-        """Largest magnitude of each group, ``[F/rows, D/columns]``."""
+        """Return the largest magnitude of each group, ``[F/rows, D/columns]``."""
         tall, wide = (n or size for n, size in zip(self.group, weight.shape, strict=True))
         rows, columns = weight.shape
         padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % tall))
@@ -170,16 +170,16 @@ class QuantLayout:
         return blocks.abs().amax((1, 3))
 
     def _exponents(self, weight: Tensor, tops: Tensor) -> Tensor:
-        """Return a power of two for each group: of the two nearest, the better one."""
-        least = torch.log2(tops.clamp(min=_SMALLEST) / LARGEST[self.code]).floor()
-        found, errors = [], []
-        for exponent in (least, least + 1):
+        """Return an exponent plus 127 for each group: of the two nearest, the more accurate."""
+        lower = torch.log2(tops.clamp(min=_SMALLEST) / LARGEST[self.code]).floor()
+        codes, errors = [], []
+        for exponent in (lower, lower + 1):
             code = (exponent + 127).clamp(0, 254).to(torch.uint8)
             scales = Scales(code)
             error = self.dequantized(self.packed(self.quantized(weight, scales)), scales)
-            found.append(code)
+            codes.append(code)
             errors.append((error - weight).square().view(*tops.shape, -1).sum(-1))
-        return torch.where(errors[1] < errors[0], found[1], found[0])
+        return torch.where(errors[1] < errors[0], codes[1], codes[0])
 
 
 def _not_zero(scale: Tensor) -> Tensor:
@@ -234,17 +234,18 @@ METHODS: Mapping[str, str] = {
 
 
 def find_layout(algo: str, group_size: int = 0) -> QuantLayout:
-    """Return the layout that a config names.
+    """Return the layout of an algorithm name in a config.
 
     Args:
         algo: ``quant_algo``.
         group_size: columns that share a scale, if the layout allows a choice; 0: its default.
+
+    Raises:
+        ValueError: if the algorithm or the group size is not supported.
     """
     algo = _OTHER_SPELLINGS.get(algo, algo)
     if algo not in LAYOUTS:
-        raise ValueError(
-            f"quant_algo {algo!r} is not read here; read are {', '.join(LAYOUTS)}."
-        )
+        raise ValueError(f"quant_algo {algo!r} is not supported: use {', '.join(LAYOUTS)}.")
     layout = LAYOUTS[algo]
     if not group_size or group_size == layout.group[1]:
         return layout

@@ -1,8 +1,7 @@
-"""Quantization of a Hugging Face folder as data, and its two config files.
+"""Reads and writes the quantization configs of Hugging Face folders.
 
-``hf_quant_config.json`` names the algorithm, the modules that are not quantized and, if modules
-differ, the layout of each; ``quantization_config`` of config.json states the same in another
-form.
+``hf_quant_config.json`` has the algorithm, the modules that are not quantized and, if modules
+differ, the layout of each; ``quantization_config`` of config.json has the same in another form.
 """
 
 from collections.abc import Mapping
@@ -20,17 +19,16 @@ _BITS = {"e4m3": (8, "float"), "e2m1": (4, "float"), "int8": (8, "int"), "int4":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantPlan:
-    """Which modules of a folder are quantized, and how."""
+    """Layouts of the quantized modules of a folder."""
 
     layout: QuantLayout
     """Layout of all modules that are not excluded and not in ``layers``."""
     layers: Mapping[str, QuantLayout] = field(default_factory=dict)
-    """Layout by module, if modules differ (``MIXED_PRECISION``); lists all that are not
-    excluded."""
+    """Layout of each module that is not excluded, if modules differ (``MIXED_PRECISION``)."""
     exclude_modules: tuple[str, ...] = ()
     """Patterns of modules that are not quantized."""
     kv_cache: bool = False
-    """Whether there are scales of an fp8 key/value cache."""
+    """Whether the folder has scales of an fp8 key/value cache."""
 
     def excludes(self, module: str) -> bool:
         """Whether a module, named without ``.weight``, is not quantized."""
@@ -42,7 +40,7 @@ class QuantPlan:
         return MIXED if self.layers else self.layout.algo
 
     def of(self, module: str) -> QuantLayout:
-        """Return the layout of a quantized module."""
+        """Return the layout of a quantized module, named without ``.weight``."""
         return self.layers.get(module, self.layout)
 
     def hf_quant_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
@@ -56,10 +54,10 @@ class QuantPlan:
             "kv_cache_quant_algo": "FP8" if self.kv_cache else None,
         }
         if self.layers:
-            layers = {module: _said(layout) for module, layout in self.layers.items()}
+            layers = {module: _config_entries(layout) for module, layout in self.layers.items()}
             quantization["quantized_layers"] = layers
         else:
-            quantization |= _said(self.layout)
+            quantization |= _config_entries(self.layout)
         quantization["exclude_modules"] = list(self.exclude_modules)
         return {"producer": dict(producer), "quantization": quantization}
 
@@ -83,7 +81,7 @@ class QuantPlan:
             "quant_method": "modelopt",
         }
         if self.layers:
-            layers = {module: _said(layout) for module, layout in self.layers.items()}
+            layers = {module: _config_entries(layout) for module, layout in self.layers.items()}
             config["quantized_layers"] = layers
         if self.kv_cache:
             config["kv_cache_scheme"] = _numbers("e4m3", dynamic=False)
@@ -91,7 +89,11 @@ class QuantPlan:
 
 
 def read_plan(config: Mapping[str, Any]) -> QuantPlan:
-    """Read hf_quant_config.json or a ``quantization_config``, in either form."""
+    """Return the plan in a hf_quant_config.json or ``quantization_config``, nested or flat.
+
+    Raises:
+        ValueError: if an algorithm, a group size or a cache format is not supported.
+    """
     nested = config.get("quantization")
     layers = _layers(nested if isinstance(nested, Mapping) else config)
     if isinstance(nested, Mapping):
@@ -120,7 +122,9 @@ def _layers(config: Mapping[str, Any]) -> dict[str, QuantLayout]:
         return {}
     listed: Mapping[str, Mapping[str, Any]] = config.get("quantized_layers") or {}
     if not listed:
-        raise ValueError(f"quant_algo {MIXED} needs quantized_layers, which lists modules.")
+        raise ValueError(
+            f"quant_algo {MIXED} needs quantized_layers, the layout of each module."
+        )
     return {
         module: find_layout(str(one.get("quant_algo")), one.get("group_size") or 0)
         for module, one in listed.items()
@@ -137,11 +141,11 @@ def _main_layout(
 
 def _is_fp8_cache(algo: object) -> bool:
     if algo not in (None, "", "FP8"):
-        raise ValueError(f"kv_cache_quant_algo {algo!r} is not read here, only FP8.")
+        raise ValueError(f"kv_cache_quant_algo {algo!r} is not supported, only FP8.")
     return algo == "FP8"
 
 
-def _said(layout: QuantLayout) -> dict[str, Any]:
+def _config_entries(layout: QuantLayout) -> dict[str, Any]:
     """Return the entries of hf_quant_config.json for a layout."""
     config: dict[str, Any] = {"quant_algo": layout.algo}
     if layout.group[1]:

@@ -1,7 +1,7 @@
-"""Recognizes the format of a folder, and what a Hugging Face folder has beyond a plain model.
+"""Recognizes the format of a folder, and special features of Hugging Face folders.
 
-Each question is answered here once, from file names and config.json alone. No module that reads
-a format is imported, so that opening a plain folder loads only what it needs.
+Formats and features are recognized by file names and config.json only. No module that reads a
+format is imported, so that opening a plain folder loads only the modules that it needs.
 """
 
 import re
@@ -28,13 +28,13 @@ TOWERS = {
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
 }
-"""``model_type`` of a vision-language model, and those that its text tower may have."""
+"""Families of the text tower, by ``model_type`` of the vision-language model."""
 
 FUSED_EXPERTS = "experts.gate_up_proj"
-"""End of the name of all experts of a layer in a state dict of transformers 5."""
+"""Suffix of the stacked experts of a layer in a state dict of transformers 5."""
 
 TITAN_EMBEDDING = "tok_embeddings.weight"
-"""End of the name of the embedding in a state dict of torchtitan."""
+"""Suffix of the embedding's name in a state dict of torchtitan."""
 
 _OTHER_HEAD = re.compile(
     r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)"
@@ -42,7 +42,7 @@ _OTHER_HEAD = re.compile(
 
 
 def folder_format(folder: Path) -> str:
-    """Return the format of a folder of tensors: mcore, megatron, dcp, hf, or empty for none."""
+    """Return the format of a folder of tensors: mcore, megatron, dcp, hf, or '' if unknown."""
     if is_complete(folder):
         return "mcore"
     if (folder / "metadata.json").is_file() or is_legacy(folder):
@@ -81,5 +81,5 @@ def other_head(config: Mapping[str, Any]) -> re.Match[str] | None:
 
 
 def is_quantized(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether config.json or the file of the unified layout states a quantization."""
+    """Whether the folder is quantized, by config.json or hf_quant_config.json."""
     return bool(config.get("quantization_config")) or (folder / QUANT_CONFIG).is_file()

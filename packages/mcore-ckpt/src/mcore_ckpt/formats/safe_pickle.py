@@ -1,8 +1,8 @@
 """Reads pickles of other programs as data, without calling anything in them.
 
-An unpickler normally imports and calls whatever a file names. This one has a short list of
+A normal unpickler imports and calls any name in a file. The unpickler here has a short list of
 allowed names, replaces each by an inert record, and refuses every other name, so that a hostile
-file can only be refused. The arguments of a record can be inspected.
+file cannot run code. The arguments of a record can be inspected.
 """
 
 import pickle
@@ -41,7 +41,7 @@ _KNOWN_MODULES = (
     "megatron.",
     "transformer_engine.",
 )
-"""Allowed names whose contents become records; nothing is imported."""
+"""Prefixes of modules whose names become records; nothing is imported."""
 
 _KNOWN_NAMES = {
     *("argparse.Namespace", "types.SimpleNamespace", "torch.device", "torch.Generator"),
@@ -65,7 +65,7 @@ _PLAIN: dict[str, Any] = {
         for kind in (set, frozenset)
     },
 }
-"""Containers that are built as such; none can be made large by a few bytes."""
+"""Containers that are created normally; a few bytes cannot make them large."""
 
 
 class Record:
@@ -101,7 +101,7 @@ class Record:
 
 
 def record_class(full_name: str) -> type[Record]:
-    """Return the class of records of one foreign name."""
+    """Return the class of records for one foreign class or function name."""
     return type("Record", (Record,), {"name": full_name})
 
 
@@ -115,7 +115,7 @@ class InertUnpickler(pickle.Unpickler):
         persistent: Callable[[Any], Any] | None = None,
         special: dict[str, Any] | None = None,
     ) -> None:
-        """Set up; ``load`` reads one pickle.
+        """Prepare an unpickler; ``load`` reads one pickle.
 
         Args:
             file: positioned at the pickle.
@@ -142,14 +142,16 @@ class InertUnpickler(pickle.Unpickler):
         if full in _KNOWN_NAMES or module.startswith(_KNOWN_MODULES):
             return record_class(full)
         raise CheckpointError(
-            f"{self._where} holds a pickle that names {full}: it is not on the list of "
-            "names that checkpoints need, so the file is refused. Nothing in it was run."
+            f"{self._where} holds a pickle with the name {full}, which is not on the list of "
+            "names that checkpoints need: the file is refused, and nothing in it was run."
         )
 
     def persistent_load(self, pid: Any) -> Any:
         """Resolve a reference."""
         if self._persistent is None:
-            raise CheckpointError(f"{self._where} holds a pickle with references to nothing.")
+            raise CheckpointError(
+                f"{self._where} holds a damaged pickle: it has references to no storage."
+            )
         return self._persistent(pid)
 
 
@@ -159,10 +161,10 @@ def load_inert(
     persistent: Callable[[Any], Any] | None = None,
     special: dict[str, Any] | None = None,
 ) -> Any:
-    """Read one pickle as data.
+    """Return the content of one pickle as data.
 
     Args:
-        content: the bytes, or a file positioned at them.
+        content: bytes of the pickle, or a file positioned at the pickle.
         where: file name for messages.
         persistent: resolves torch's references to storages.
         special: replacements of certain full names, instead of a record.

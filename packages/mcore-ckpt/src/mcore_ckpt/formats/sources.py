@@ -1,7 +1,7 @@
-"""Opens a checkpoint of any format: which model it is, and its tensors under our names.
+"""Opens a checkpoint of any format: the model's description and its logical tensors.
 
-Headers, indices and configs are read at once; tensors by rows, when they are used. Each format
-has a module of its own, which is imported when a checkpoint of that format is opened.
+Headers, indices and configs are read on opening; tensors are read by rows when they are used.
+The module of a format is imported when a checkpoint of that format is opened.
 """
 
 from collections.abc import Iterator
@@ -23,16 +23,16 @@ _AS_STORED = ConvertOptions()
 def opened(
     form: str, path: str | Path, options: ConvertOptions = _AS_STORED
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of a format; close its files at the end.
+    """Open a checkpoint of a format; yield it and close its files at the end.
 
     Args:
         form: one of ``FORMATS``.
         path: folder of the checkpoint, or a run folder with a pointer to it.
-        options: casts, vocabulary and the ``--config`` of a checkpoint that names no model.
+        options: casts, vocabulary, and ``--config`` for a checkpoint without a description.
 
     Raises:
-        ValueError: if the model cannot be represented, or the checkpoint names no model.
-        CheckpointError: if files are damaged, or hold a pickle of classes that are not allowed.
+        ValueError: if the model cannot be represented, or its description is missing.
+        CheckpointError: if files are damaged, or hold a pickle with names that are not allowed.
     """
     with _open(form, as_path(path), options) as checkpoint:
         yield checkpoint

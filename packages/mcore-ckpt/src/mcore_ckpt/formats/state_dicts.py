@@ -1,8 +1,8 @@
-"""Weights under the names that programs use in memory, where these are not those of folders.
+"""Tables of weights for state dicts whose names differ from those of Hugging Face folders.
 
-transformers 5 holds the experts of a layer as two tensors, and writes them expert by expert;
-a state dict that was saved as it is has the two. torchtitan has names of its own, which are
-Meta's, and Meta's order of rows in heads.
+transformers 5 holds the experts of a layer as two stacked tensors, but writes folders expert by
+expert; a state dict that was saved directly has the stacked tensors. torchtitan uses Meta's
+names and Meta's order of rows in heads.
 """
 
 import re
@@ -21,21 +21,21 @@ _EXPERT = re.compile(
 
 
 def with_fused_experts(table: Table) -> Table:
-    """Return a table with two tensors for the experts of a layer, gates before ups."""
+    """Return a table with two stacked tensors for the experts of a layer, gates before ups."""
     firsts: dict[str, list[str]] = {}
     rules = []
     for rule in table.rules:
-        found = _EXPERT.fullmatch(rule.theirs)
-        if found is None:
+        match = _EXPERT.fullmatch(rule.theirs)
+        if match is None:
             rules.append(rule)
             continue
-        stem, ours = found[1], rule.ours
+        stem, ours = match[1], rule.ours
         assert isinstance(ours, str)
-        if found[4]:
+        if match[4]:
             rules.append(replace(rule, theirs=f"{stem}.down_proj[*]"))
             continue
         halves = firsts.setdefault(stem, ["", ""])
-        halves[1 if found[3] else 0] = ours
+        halves[1 if match[3] else 0] = ours
         if all(halves):
             rules.append(replace(rule, ours=tuple(halves), theirs=f"{stem}.gate_up_proj[*]"))
     return replace(table, rules=tuple(rules))
@@ -53,12 +53,12 @@ _TITAN = {
 
 
 def titan_table(description: Mapping[str, Any]) -> Table:
-    """List the weights of a Llama under torchtitan's names.
+    """Return the rules of a Llama's weights under torchtitan's names.
 
-    Neighbouring rows of its queries and keys rotate together.
+    Neighbouring rows of queries and keys rotate together.
 
     Raises:
-        ValueError: if the model is no Llama with an output head of its own and without biases.
+        ValueError: if the model is not a Llama with an untied head and without biases.
     """
     refuse_variants(description)
     require(

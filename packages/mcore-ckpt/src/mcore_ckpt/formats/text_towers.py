@@ -1,8 +1,8 @@
-"""Text models of vision-language models, read from their Hugging Face folders.
+"""Extracts the text model from Hugging Face folders of vision-language models.
 
 The text model belongs to a known family: its config is ``text_config``, or fields at the top
 level, and its weights are below ``language_model``. Its three-dimensional positions reduce to
-one dimension for text. Weights of the vision part are left out.
+one dimension for text. Weights of the vision part are omitted.
 """
 
 import logging
@@ -22,9 +22,9 @@ _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
 def text_tower(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Return config and tensors of a folder's text model; those of other folders unchanged.
+    """Return config and tensors of a folder's text model; other folders are unchanged.
 
-    Logs the number of tensors that are left out.
+    Logs the number of tensors that are omitted.
     """
     if not has_text_tower(config):
         return dict(config), dict(tensors)
@@ -33,36 +33,36 @@ def text_tower(
     top = {name: config[name] for name in _TOP if name in config}
     text = config.get("text_config") or config
     merged = {**top, **text, "tie_word_embeddings": _ties(config, text, tensors)}
-    own = {name: v for name, v in merged.items() if not name.startswith(_ELSEWHERE)}
+    text_fields = {name: v for name, v in merged.items() if not name.startswith(_ELSEWHERE)}
     for name in ("rope_scaling", "rope_parameters"):
-        if own.get(name):
-            own[name] = _of_text(own[name])
-    own.pop("architectures", None)
+        if text_fields.get(name):
+            text_fields[name] = _of_text(text_fields[name])
+    text_fields.pop("architectures", None)
     named = {
         name.replace("language_model.", "", 1): entry
         for name, entry in tensors.items()
         if not name.removeprefix("model.").startswith(_SEEING)
     }
-    left = len(tensors) - len(named)
+    num_omitted = len(tensors) - len(named)
     log.warning(
-        "model_type %s: its text model is read, as %s; %d vision tensors are left out.",
+        "model_type %s: only the text model is read, as %s; %d vision tensors are omitted.",
         model_type,
         tower,
-        left,
+        num_omitted,
     )
-    return own | {"model_type": tower}, named
+    return text_fields | {"model_type": tower}, named
 
 
 def _tower_of(config: Mapping[str, Any]) -> str:
-    """Return the family of the text model: one for each type, or the one that it names."""
+    """Return the family of the text model, which some types name in ``text_config``."""
     towers = TOWERS[config["model_type"]]
     named = (config.get("text_config") or {}).get("model_type", towers[0])
     if len(towers) == 1:
         return towers[0]
     if named not in towers:
         raise ValueError(
-            f"config.json has text_config.model_type={named!r}: of {config['model_type']} are "
-            f"read {' and '.join(towers)}."
+            f"config.json has text_config.model_type={named!r}: for {config['model_type']} "
+            f"only {' and '.join(towers)} are supported."
         )
     return named
 
@@ -70,10 +70,10 @@ def _tower_of(config: Mapping[str, Any]) -> str:
 def _ties(config: Mapping[str, Any], text: Mapping[str, Any], names: Collection[str]) -> Any:
     """Return ``tie_word_embeddings`` of the part that has the head."""
     name, model_type = "tie_word_embeddings", config["model_type"]
-    if model_type == "mistral3":  # true by default, and untied if there is a head all the same
+    if model_type == "mistral3":  # true by default, but a folder with a head is untied
         has_head = any(one.endswith("lm_head.weight") for one in names)
         return config.get(name, True) and not has_head
-    if model_type == "llama4":  # its text model has the head
+    if model_type == "llama4":  # the head belongs to the text model
         return text.get(name, False)
     tied = config.get(name, model_type == "gemma3")
     # Older folders of this type have the field in text_config.
@@ -82,5 +82,5 @@ def _ties(config: Mapping[str, Any], text: Mapping[str, Any], names: Collection[
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the split of channels over three positions, which are equal for text."""
-    own = {name: value for name, value in rope.items() if not name.startswith("mrope")}
-    return {name: "default" if value == "mrope" else value for name, value in own.items()}
+    text_rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+    return {name: "default" if value == "mrope" else value for name, value in text_rope.items()}

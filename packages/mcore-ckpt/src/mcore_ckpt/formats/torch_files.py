@@ -1,8 +1,8 @@
-"""Reads files of ``torch.save`` in place: tensors stay in the file.
+"""Locates the tensors in files of ``torch.save``, without executing or copying anything.
 
-Both forms are read: the zip archive since torch 1.6, whose members are uncompressed, and the
-older stream. A tensor becomes a ``FileTensor`` with its offset; everything else becomes plain
-data or a ``Record``. Nothing is executed.
+Both formats are supported: the zip archive since torch 1.6, whose members are uncompressed, and
+the older stream. A tensor becomes a ``FileTensor`` with its offset; other objects become plain
+data or a ``Record``.
 """
 
 import io
@@ -31,7 +31,7 @@ class FileTensor:
     dtype: str
     """Safetensors' name."""
     shape: tuple[int, ...]
-    """Its size."""
+    """Shape of the tensor."""
     offset: int
     """First byte in the file."""
 
@@ -45,7 +45,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _UnplacedTensor:
-    """A tensor whose storage offset is known only after the pickle was read."""
+    """A tensor whose storage offset is not known until the pickle has been read."""
 
     storage: _Storage
     first: int
@@ -84,20 +84,20 @@ class Window(io.RawIOBase):
         """Read the next bytes."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._at))
-        got = os.preadv(self._descriptor, [view[:count]], self._offset + self._at)
-        self._at += got
-        return got
+        num_read = os.preadv(self._descriptor, [view[:count]], self._offset + self._at)
+        self._at += num_read
+        return num_read
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int = -1) -> Any:
-    """Read an object of ``torch.save`` from a file, or from a range of one.
+    """Return the object that ``torch.save`` wrote to a file, or to a range of a file.
 
     Returns:
         The object, with tensors as ``FileTensor``s and foreign classes as ``Record``s.
 
     Raises:
-        CheckpointError: if it is no such file, names a class that is not allowed, or a tensor
-            is not contiguous or reaches beyond the file.
+        CheckpointError: if ``torch.save`` did not write the file, its pickle has a name that is
+            not allowed, or a tensor is not contiguous or reaches beyond the file.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -122,16 +122,20 @@ def _read_zip(window: Window, descriptor: int, path: Path, offset: int) -> Any:
         for name in ("byteorder", "data.pkl"):
             # torch.save compresses nothing: a small file cannot expand.
             if name in members and members[name].compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{path} has {name} compressed, as torch never writes.")
+                raise CheckpointError(
+                    f"{path} has {name} compressed, which torch.save never does."
+                )
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
             raise CheckpointError(f"{path} was written on a big-endian machine.")
         content = archive.read(members["data.pkl"])
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CheckpointError(f"{path} is no sound file of torch.save: {error!r}") from None
+        raise CheckpointError(
+            f"{path} is damaged, or not a file of torch.save: {error!r}"
+        ) from None
 
-    found = load_inert(content, str(path), _storage, _SPECIAL)
-    place = partial(_place_in_zip, members, descriptor, path, offset)
-    return _placed(found, {}, place, path)
+    content_tree = load_inert(content, str(path), _storage, _SPECIAL)
+    locate = partial(_place_in_zip, members, descriptor, path, offset)
+    return _placed(content_tree, {}, locate, path)
 
 
 def _place_in_zip(
@@ -144,7 +148,9 @@ def _place_in_zip(
     """Return the range of a storage's bytes in a file that contains an archive."""
     info = members.get(f"data/{storage.key}")
     if info is None or info.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"{path} lacks storage {storage.key}, or has it compressed.")
+        raise CheckpointError(
+            f"{path} is damaged: storage {storage.key} is missing or compressed."
+        )
     header = os.pread(descriptor, _LOCAL_HEADER_BYTES, offset + info.header_offset)
     # The local header ends with the member's name and extra field, of variable length.
     between = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
@@ -153,44 +159,44 @@ def _place_in_zip(
 
 
 def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) -> Any:
-    """Read torch's form before 1.6: five pickles, then the storages with their sizes."""
+    """Read torch's format before 1.6: five pickles, then each storage after its size."""
     where = str(path)
     if load_inert(file, where) != _LEGACY_MAGIC or load_inert(file, where) != 1001:
         raise CheckpointError(f"{path} is not a file of torch.save.")
     system = load_inert(file, where)
     if not isinstance(system, dict) or not system.get("little_endian", True):
         raise CheckpointError(f"{path} was written on a big-endian machine.")
-    found = load_inert(file, where, _storage, _SPECIAL)
+    content_tree = load_inert(file, where, _storage, _SPECIAL)
     keys = load_inert(file, where)
     dtypes: dict[str, str] = {}
-    _collect(found, dtypes, set())
-    places: dict[str, tuple[int, int]] = {}
+    _collect(content_tree, dtypes, set())
+    ranges: dict[str, tuple[int, int]] = {}
     for key in keys:
         count = int.from_bytes(file.read(8), "little", signed=True)
         start = file.tell()
         end = start + count * DTYPE_BYTES[dtypes.get(str(key), "U8")]
         if count < 0 or end > length:
             raise CheckpointError(f"{path} ends within its storages: the file was cut short.")
-        places[str(key)] = (offset + start, offset + end)
+        ranges[str(key)] = (offset + start, offset + end)
         file.seek(end)
 
     def place(storage: _Storage) -> tuple[int, int]:
-        return places[storage.key]
+        return ranges[storage.key]
 
-    return _placed(found, {}, place, path)
+    return _placed(content_tree, {}, place, path)
 
 
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, *_ = pid
     if kind != "storage":
-        raise CheckpointError(f"a reference to {kind!r} is not known")
+        raise CheckpointError(f"a pickle refers to {kind!r}, not to a storage")
     name = dtype if isinstance(dtype, str) else STORAGE_DTYPES.get(dtype.name, "")
     return _Storage(name, str(key))
 
 
 def _tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _UnplacedTensor:
     if not isinstance(storage, _Storage):
-        raise ValueError("a tensor lies in something that is no storage")
+        raise ValueError("the pickle has a tensor without a storage")
     return _UnplacedTensor(storage, first, tuple(shape), tuple(steps))
 
 
@@ -202,7 +208,7 @@ _SPECIAL: dict[str, Any] = {
 
 
 def _collect(value: Any, dtypes: dict[str, str], seen: set[int]) -> None:
-    """Record the dtype of every tensor's storage; visits shared containers once."""
+    """Add the dtype of each storage to ``dtypes``; visits shared containers once."""
     if isinstance(value, _UnplacedTensor):
         dtypes[value.storage.key] = value.storage.dtype
     if id(value) in seen or not isinstance(value, (Mapping, list, tuple, Record)):
@@ -216,9 +222,9 @@ def _collect(value: Any, dtypes: dict[str, str], seen: set[int]) -> None:
 
 
 def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
-    """Set the offsets of tensors, recursively; shared objects stay shared.
+    """Return a value with ``FileTensor``s in place of unplaced tensors, recursively.
 
-    The caller keeps all containers alive, so that ``id`` is unique.
+    Shared objects stay shared. The caller keeps all containers alive, so that ``id`` is unique.
     """
     if id(value) in seen:
         return seen[id(value)]
@@ -242,12 +248,13 @@ def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
 def _located(tensor: _UnplacedTensor, place: Any, path: Path) -> FileTensor:
     start, end = place(tensor.storage)
     dtype = tensor.storage.dtype
-    real = [(n, s) for n, s in zip(tensor.shape, tensor.steps, strict=True) if n != 1]
-    plain = strides([n for n, _ in real])
-    if prod(tensor.shape) and tuple(s for _, s in real) != plain:
+    # Strides of dimensions of size 1 have no meaning.
+    sized = [(n, s) for n, s in zip(tensor.shape, tensor.steps, strict=True) if n != 1]
+    contiguous = strides([n for n, _ in sized])
+    if prod(tensor.shape) and tuple(s for _, s in sized) != contiguous:
         raise CheckpointError(
-            f"{path} holds a tensor of shape {list(tensor.shape)} that does not lie in order "
-            f"(strides {list(tensor.steps)}): save it contiguous."
+            f"{path} holds a tensor of shape {list(tensor.shape)} that is not contiguous "
+            f"(strides {list(tensor.steps)}): call contiguous() before saving."
         )
     offset = start + tensor.first * DTYPE_BYTES[dtype]
     if tensor.first < 0 or offset + prod(tensor.shape) * DTYPE_BYTES[dtype] > end:

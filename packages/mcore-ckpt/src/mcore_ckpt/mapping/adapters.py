@@ -1,9 +1,10 @@
 """Merges low-rank adapters into the weights of their base model, by rows.
 
-A checkpoint of adapters holds ``...qkv.adapter.q.lora_A.weight`` and ``lora_B.weight``, and for
-DoRA ``lora_magnitude_vector``, for ``...qkv.q.weight`` of its base. LoRA's weight is V = W + s
-B A; DoRA's is V with its rows scaled to their magnitudes. Both need one row of W and B and all
-of A, so that only A is held in memory.
+For ``...qkv.q.weight`` of its base model, a checkpoint of adapters holds
+``...qkv.adapter.q.lora_A.weight`` and ``lora_B.weight``, and for DoRA
+``lora_magnitude_vector``. LoRA's weight is V = W + s B A; DoRA's is V with each row scaled to
+its magnitude. A row of the result needs one row of W and B and all of A, so that only A is held
+in memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _MODULE = ".adapter."
 _FUSED = ("qkv", "kv", "fc1", "in_proj")
-"""Linears whose parts are logical tensors, and whose adapters are named below the linear."""
+"""Fused linears: their parts are logical tensors, whose adapters are named below the linear."""
 
 
 def is_adapter(name: str) -> bool:
@@ -36,41 +37,41 @@ def adapted_weight(name: str) -> str:
     for kind in (A, B, MAGNITUDE):
         if name.endswith(f".{kind}"):
             return name.removesuffix(kind).replace(_MODULE, ".", 1) + "weight"
-    raise CheckpointError(f"{name} is no tensor of an adapter that is known here")
+    raise CheckpointError(f"{name} is not a tensor of a LoRA or DoRA adapter")
 
 
 def adapter_name(weight: str, kind: str) -> str:
     """Return the name of an adapter's tensor of one kind; inverse of ``adapted_weight``."""
     words = weight.removesuffix(".weight").split(".")
-    place = len(words)
+    position = len(words)
     if "experts" in words:
-        place = words.index("experts") + 1
+        position = words.index("experts") + 1
     elif words[-2] in _FUSED:
-        place -= 1
-    return ".".join([*words[:place], _MODULE.strip("."), *words[place:], kind])
+        position -= 1
+    return ".".join([*words[:position], _MODULE.strip("."), *words[position:], kind])
 
 
 def group_adapters(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Group adapters' tensors by the weight that they change, and by kind."""
-    found: dict[str, dict[str, str]] = {}
+    by_weight: dict[str, dict[str, str]] = {}
     for name in names:
         if is_adapter(name):
             weight = adapted_weight(name)
             stem = name.split(_MODULE)[1]
             kind = next(kind for kind in (A, B, MAGNITUDE) if stem.endswith(kind))
-            found.setdefault(weight, {})[kind] = name
-    return found
+            by_weight.setdefault(weight, {})[kind] = name
+    return by_weight
 
 
 def find_base(folder: Any, adapter: Mapping[str, Any]) -> str:
-    """Return the folder of the base model of adapters."""
+    """Return the folder of the adapters' base model; ValueError if it cannot be read."""
     base = adapter["base"]
     try:
         resolve_folder(as_path(base))
     except ValueError as error:
         raise ValueError(
             f"{folder} holds adapters of the model in {base}, which cannot be read ({error}): "
-            "restore it."
+            "restore that folder."
         ) from None
     return base
 
@@ -85,17 +86,17 @@ class MergedTensors:
         config: Mapping[str, Any],
         replaced: Rows | None = None,
     ) -> None:
-        """Match adapters with weights; read nothing.
+        """Match adapters with weights; values are read later.
 
         Args:
-            base: the model, by logical name.
-            adapters: by logical name.
+            base: tensors of the base model, by logical name.
+            adapters: tensors of the adapters, by logical name.
             config: rank and factor, as in the index of adapters.
-            replaced: tensors in place of the base's, by logical name.
+            replaced: tensors that replace the base's, by logical name.
         """
         self._base, self._adapters, self._replaced = base, adapters, replaced
         if replaced is None and adapters is not base:
-            self._replaced = adapters  # tables that were trained beside the adapters
+            self._replaced = adapters  # tables of --modules-to-save
         self._scale = config["lora_alpha"] / config["lora_dim"]
         self._by_weight = group_adapters(adapters.entries)
         self.entries: dict[str, TensorEntry] = {
@@ -106,14 +107,14 @@ class MergedTensors:
         for name, entry in (self._replaced.entries if self._replaced else {}).items():
             if not is_adapter(name):
                 self.entries[name] = replace(entry, dtype=base.entries[name].dtype)
-        if strange := sorted(self._by_weight.keys() - self.entries.keys()):
-            raise ValueError(f"there are adapters of {strange[0]}, which the model lacks.")
+        if unmatched := sorted(self._by_weight.keys() - self.entries.keys()):
+            raise ValueError(f"the adapters change {unmatched[0]}, which the base model lacks.")
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of the base and add their adapter's rows, in float32 or wider."""
         if self._replaced is not None and name in self._replaced.entries:
-            found = self._replaced.rows(name, begin, stop)
-            return found.to(DTYPES[self.entries[name].dtype])
+            trained = self._replaced.rows(name, begin, stop)
+            return trained.to(DTYPES[self.entries[name].dtype])
         rows = self._base.rows(name, begin, stop)
         if name not in self._by_weight:
             return rows

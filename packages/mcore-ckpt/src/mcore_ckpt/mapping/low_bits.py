@@ -1,8 +1,8 @@
-"""Numbers of eight and four bits: rounded to codes, and codes packed into bytes.
+"""Rounds numbers to codes of eight or four bits, and packs codes into bytes.
 
-``encode`` and ``decode`` are inverse for numbers that the format has, ``pack`` and ``unpack``
-for all. Rounding is to the nearest, ties to the even code; larger numbers become the format's
-largest, since torch's casts do not saturate.
+``decode`` inverts ``encode`` for numbers that the format can represent; ``unpack`` always
+inverts ``pack``. Rounding is to the nearest, ties to the even code. Larger numbers become the
+format's largest by a clamp, since torch's casts do not saturate.
 """
 
 from itertools import pairwise
@@ -25,9 +25,9 @@ _BETWEEN = torch.tensor([(a + b) / 2 for a, b in pairwise(_HALF)])
 
 
 def stored(code: Code) -> tuple[str, tuple[int, int]]:
-    """Return safetensors' dtype of packed codes, and the rows and columns that share a byte."""
-    places = {"e4m3": ("F8_E4M3", (1, 1)), "int8": ("I8", (1, 1)), "int4": ("U8", (2, 1))}
-    return places.get(code, ("U8", (1, 2)))
+    """Return safetensors' dtype of packed codes, and rows and columns of codes in one byte."""
+    packing = {"e4m3": ("F8_E4M3", (1, 1)), "int8": ("I8", (1, 1)), "int4": ("U8", (2, 1))}
+    return packing.get(code, ("U8", (1, 2)))
 
 
 def encode(x: Float[Tensor, "F D"], code: Code) -> Shaped[Tensor, "F D"]:
@@ -41,7 +41,7 @@ def encode(x: Float[Tensor, "F D"], code: Code) -> Shaped[Tensor, "F D"]:
     if code == "e2m1":
         size = x.abs()
         between = _BETWEEN.to(size)
-        # Half-way values go to the even code: up from 0.75, 1.75, 3.5 and down from the others.
+        # Ties go to the even code: 0.75, 1.75 and 3.5 are rounded up, the other ties down.
         low, high = torch.bucketize(size, between), torch.bucketize(size, between, right=True)
         nearest = torch.where(low % 2 == 0, low, high)
         return (nearest + 8 * torch.signbit(x)).to(torch.uint8)
@@ -78,5 +78,5 @@ def unpack(packed: Shaped[Tensor, "_ _"], code: Code) -> Shaped[Tensor, "F D"]:
     low, high = packed & 15, packed >> 4
     if code == "e2m1":
         return torch.stack((low, high), -1).flatten(-2)
-    both = torch.stack((low, high), 1).flatten(0, 1).to(torch.int8)
-    return torch.where(both > 7, both - 16, both)
+    codes = torch.stack((low, high), 1).flatten(0, 1).to(torch.int8)
+    return torch.where(codes > 7, codes - 16, codes)  # two's complement of 4 bits

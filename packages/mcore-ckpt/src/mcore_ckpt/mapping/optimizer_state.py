@@ -1,8 +1,8 @@
-"""Adam's state of each weight, converted so that a run can resume from the result.
+"""Maps Adam's state of each weight between formats, so that a run can resume from the result.
 
 Moments and main weights have the names and shapes of their weights, so that the weights' table
-converts them too, kind by kind. Numbers of progress come along: step, sequences read, position
-in the schedule. Random streams belong to a layout and are not converted.
+converts them too, kind by kind. Step, number of sequences read and position in the schedule are
+also converted. Random streams belong to a layout and are not.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from mcore_ckpt.storage.index import Index, TensorEntry
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 MAIN = "main"
-"""Kind of the float32 copies that 16-bit weights are updated through."""
+"""Kind of the main weights, the float32 copies of 16-bit weights that Adam updates."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Kinds of Adam's moments (Kingma and Ba 2015, arXiv:1412.6980)."""
 
 NUMBERS = ("iteration", "num_steps", "consumed_train_samples", "schedule_samples")
-"""Required entries of our index's ``extra`` that record a run's progress."""
+"""Required keys of ``extra`` in an mcore index that record a run's progress."""
 
 _PREFIX = "optimizer."
 _BUFFERS = (".router.expert_bias",)
@@ -31,30 +31,30 @@ _BUFFERS = (".router.expert_bias",)
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """One kind of state, with the names of the weights."""
+    """One kind of state of all weights, under the names of the weights."""
 
     links: tuple[Link, ...]
-    """Mapping of its tensors to ours."""
+    """Mapping of foreign to logical tensors."""
     theirs: Rows
-    """Its tensors under the weights' foreign names."""
+    """Tensors of the state under the weights' foreign names."""
     ours: Rows
-    """Its tensors under the weights' logical names."""
+    """Tensors of the state under the weights' logical names."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """Everything besides weights that a run needs to resume."""
+    """State and progress that a run needs to resume, in addition to the weights."""
 
     parts: Mapping[str, StateKind]
-    """By kind: ``main`` if any weight has one, and each of ``MOMENTS``."""
+    """State by kind: ``main`` if any weight has a main weight, and each of ``MOMENTS``."""
     progress: Mapping[str, Any]
-    """``NUMBERS``, and ``schedule`` if it is known, as in the ``extra`` of our index."""
+    """``NUMBERS``, and ``schedule`` if it is known, as in ``extra`` of an mcore index."""
     num_entries: int = 0
     """Number of tensors in the checkpoint that hold the state."""
 
 
 def wants_main(dtype: str) -> bool:
-    """Whether a weight of a dtype has a main weight: those of 16 bits and fewer."""
+    """Whether weights of a dtype have main weights: dtypes of 16 bits and fewer."""
     return DTYPES[dtype].itemsize < 4
 
 
@@ -78,12 +78,16 @@ def native_name(kind: str, name: str) -> str:
 
 
 def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> OptimizerState:
-    """Read the optimizer's state of an mcore checkpoint."""
+    """Return the optimizer's state of an mcore checkpoint; ``where`` names it in errors.
+
+    Raises:
+        ValueError: if there is no state, or it does not match the weights.
+    """
     missing = [name for name in NUMBERS if not isinstance(index.extra.get(name), int)]
     if missing:
         raise ValueError(
-            f"{where} holds no optimizer state ({', '.join(missing)} not in its index): it is "
-            "a release, or was saved without. Leave --optimizer out to convert the weights."
+            f"{where} holds no optimizer state ({', '.join(missing)} not in its index), such "
+            "as a release. Leave --optimizer out to convert the weights."
         )
     parts = {}
     for kind in (MAIN, *MOMENTS):
@@ -93,18 +97,18 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
             for name, entry in index.tensors.items()
             if name.startswith(prefix)
         }
-        held = Source(reader, entries)
-        parts[kind] = StateKind(tuple(Link((name,), name) for name in entries), held, held)
+        state = Source(reader, entries)
+        parts[kind] = StateKind(tuple(Link((name,), name) for name in entries), state, state)
     check_parts(parts, weights)
     names = (*NUMBERS, "schedule", "recipe")
     progress = {name: index.extra[name] for name in names if name in index.extra}
     count = sum(len(part.links) for part in parts.values())
-    kept = {kind: part for kind, part in parts.items() if part.links}
-    return OptimizerState(kept, progress, count)
+    present = {kind: part for kind, part in parts.items() if part.links}
+    return OptimizerState(present, progress, count)
 
 
 def remap_state(links: list[Link], theirs: Rows) -> StateKind:
-    """Map one kind of foreign state by the links of its weights."""
+    """Return one kind of foreign state, mapped by the links of its weights."""
     return StateKind(tuple(links), theirs, RenamedRows(links, theirs))
 
 
@@ -117,16 +121,16 @@ def check_parts(parts: Mapping[str, StateKind], weights: Rows) -> None:
             for name, entry in weights.entries.items()
             if has_state(name) and (kind != MAIN or wants_main(weights.entries[name].dtype))
         }
-        there = part.ours.entries
-        missing, extra = name_problems(wanted, there)
+        stored = part.ours.entries
+        missing, extra = name_problems(wanted, stored)
         problems += [f"{kind} is missing for {text}" for text in missing]
-        problems += [f"{kind} is there for no weight: {name}" for name in extra]
+        problems += [f"{kind} belongs to no weight: {name}" for name in extra]
         problems += [
-            f"{kind} of {name}: {list(there[name].shape)}, its weight {list(entry.shape)}"
+            f"{kind} of {name}: {list(stored[name].shape)}, its weight {list(entry.shape)}"
             for name, entry in wanted.items()
-            if name in there and there[name].shape != entry.shape
+            if name in stored and stored[name].shape != entry.shape
         ]
     if problems:
         raise ValueError(
-            f"the optimizer's state is not that of the weights: {listed(problems)}"
+            f"the optimizer's state does not match the weights: {listed(problems)}"
         )

@@ -1,8 +1,8 @@
-"""Matrices of small numbers packed into 32-bit words, as GPTQ, AWQ and compressed-tensors do.
+"""Dequantizes matrices packed into 32-bit words by GPTQ, AWQ and compressed-tensors.
 
-A scheme lists the tensors that encode ``M.weight`` and dequantizes rows of it to float32. Codes
-are unsigned; a zero point is the code of 0. ``PackedRows`` presents a folder with all such
-matrices dequantized.
+A scheme lists the tensors that encode ``M.weight`` and dequantizes rows of the matrix to
+float32. Codes are unsigned; a zero point is the code of 0. ``PackedRows`` presents a folder
+with all such matrices dequantized.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @runtime_checkable
 class Scheme(Protocol):
-    """How a matrix ``[F, D]`` is encoded in several tensors."""
+    """Encoding of a matrix ``[F, D]`` in several tensors of a module."""
 
     @property
     def mark(self) -> str:
@@ -55,7 +55,7 @@ class PackedRows:
         Args:
             under: tensors of the folder.
             schemes: schemes that its config names.
-            kept: suffixes of names that are no weights and are hidden as well.
+            kept: suffixes of other names to hide, such as scales of a cache.
 
         Raises:
             ValueError: if a matrix lacks tensors of its scheme or they have other shapes, or
@@ -73,7 +73,7 @@ class PackedRows:
         if not self._found:
             marks = ", ".join(dict.fromkeys(scheme.mark for scheme in schemes))
             raise ValueError(
-                f"quantization_config names packed weights ({marks}), but none is present."
+                f"quantization_config names packed weights ({marks}), but the folder has none."
             )
         self.entries: dict[str, TensorEntry] = {
             name: entry for name, entry in under.entries.items() if name not in hidden
@@ -95,7 +95,7 @@ class ByInputs:
     """GPTQ's and AWQ's form: ``qweight``, ``qzeros`` and ``scales`` with inputs as rows.
 
     GPTQ packs eight inputs into a word and may list the group of each input in ``g_idx``; AWQ
-    packs eight outputs in its own order. Any rows require reading the complete matrix.
+    packs eight outputs in an interleaved order. Reading any rows reads the complete matrix.
 
     Reference:
         Frantar et al. 2022, GPTQ. arXiv:2210.17323. Lin et al. 2023, AWQ. arXiv:2306.00978.
@@ -154,8 +154,8 @@ class ByInputs:
 class ByOutputs:
     """compressed-tensors' form: ``weight_scale``, and codes with outputs as rows.
 
-    There is a scale for the tensor ``[1]``, each output ``[F, 1]``, each group ``[F, D/g]``, or
-    each block; four-bit floats have a second one for the tensor, which is a divisor.
+    Scales are per tensor ``[1]``, per output ``[F, 1]``, per group ``[F, D/g]``, or per block;
+    NVFP4 has a second scale for the tensor, which is a divisor.
     """
 
     form: str
@@ -165,7 +165,7 @@ class ByOutputs:
     block: tuple[int, int]
     """Rows and columns that share a scale; 0: all of them."""
     symmetric: bool = True
-    """Whether the middle code is 0; else ``weight_zero_point`` has the code of 0."""
+    """Whether the middle code means 0; else ``weight_zero_point`` has the code of 0."""
 
     @property
     def mark(self) -> str:
@@ -183,7 +183,8 @@ class ByOutputs:
         """Return ``[F, D]``; see ``Scheme``."""
         if f"{module}.weight_g_idx" in under.entries:
             raise ValueError(
-                f"{module} was quantized in the order of activations, which is not read here."
+                f"{module} was quantized in the order of activations (weight_g_idx), which is "
+                "not supported."
             )
         if self.form == "pack-quantized":
             rows, columns = map(int, _all_rows(under, f"{module}.weight_shape").tolist())
@@ -225,7 +226,7 @@ class ByOutputs:
 
         def spread(grid: Tensor) -> Tensor:
             low, high = begin // tall, -(-stop // tall)
-            # [low:high]: rows of the grid of scales that apply to our rows.
+            # [low:high]: rows of the grid whose scales apply to rows begin to stop.
             wide = grid[low:high].repeat_interleave(tall, 0)[begin - low * tall :][
                 : stop - begin
             ]
@@ -260,13 +261,13 @@ def _all_rows(under: Rows, name: str) -> Tensor:
 
 
 def _entry(under: Rows, module: str, name: str, dtype: str) -> TensorEntry:
-    found = under.entries.get(f"{module}.{name}")
-    if found is None or len(found.shape) != 2 or (dtype and found.dtype != dtype):
-        held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+    entry = under.entries.get(f"{module}.{name}")
+    if entry is None or len(entry.shape) != 2 or (dtype and entry.dtype != dtype):
+        actual = "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
         raise ValueError(
-            f"{module}.{name} must be a matrix{f' of {dtype}' * bool(dtype)}: it is {held}."
+            f"{module}.{name} must be a matrix{f' of {dtype}' * bool(dtype)}: it is {actual}."
         )
-    return found
+    return entry
 
 
 def _expect(
@@ -278,9 +279,9 @@ def _expect(
     *,
     optional: bool = False,
 ) -> None:
-    found = under.entries.get(f"{module}.{name}")
-    if found is None and optional:
+    entry = under.entries.get(f"{module}.{name}")
+    if entry is None and optional:
         return
-    if found is None or found.shape != shape or (dtype and found.dtype != dtype):
-        held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"{module}.{name} must be of shape {list(shape)}, and is {held}.")
+    if entry is None or entry.shape != shape or (dtype and entry.dtype != dtype):
+        actual = "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise ValueError(f"{module}.{name} must be of shape {list(shape)}, and is {actual}.")

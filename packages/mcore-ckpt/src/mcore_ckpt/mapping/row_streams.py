@@ -1,4 +1,4 @@
-"""Tensors read as streams of rows, so that large ones are never in memory completely."""
+"""Reads tensors as streams of rows, so that large tensors are never completely in memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,9 +63,9 @@ class HeldRows:
         }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Return rows ``begin`` to ``stop`` on the host; a tensor without dimensions is one."""
-        held = self.tensors[name].detach()
-        return (held[begin:stop] if held.dim() else held).cpu().contiguous()
+        """Return rows on the host; a tensor without dimensions is one row."""
+        tensor = self.tensors[name].detach()
+        return (tensor[begin:stop] if tensor.dim() else tensor).cpu().contiguous()
 
 
 def row_groups(shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -82,26 +82,26 @@ def slabs(source: Rows, name: str) -> Iterator[Tensor]:
 
 
 def read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
-    """Compute an item's next slab in a thread while the caller handles the one before.
+    """Return an item whose next slab is computed in a thread while the last one is used.
 
     Args:
-        item: to be written.
-        reading: pool of one thread, which must live until the item is written.
+        item: tensor to write.
+        reading: pool of one thread, which must not end before the item is written.
     """
     is_long = item.num_bytes > SLAB_BYTES
     return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
 
 
 def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
-    there = iter(item.slabs())
-    waiting = reading.submit(next, there, None)
-    while (slab := waiting.result()) is not None:
-        waiting = reading.submit(next, there, None)
+    slab_iterator = iter(item.slabs())
+    next_slab = reading.submit(next, slab_iterator, None)
+    while (slab := next_slab.result()) is not None:
+        next_slab = reading.submit(next, slab_iterator, None)
         yield slab
 
 
 def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
-    """Report every slab to ``on_progress`` after it was consumed."""
+    """Return items that report each slab to ``on_progress`` after the caller has used it."""
     if on_progress is None:
         return list(items)
     total, done = sum(item.num_bytes for item in items), 0
@@ -119,7 +119,7 @@ def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[I
 def named_with_progress(
     sizes: Mapping[str, int], on_progress: Progress | None, doing: str
 ) -> Iterator[str]:
-    """Yield names one by one, and report when the caller is done with each."""
+    """Yield the names one by one; report each to ``on_progress`` when the caller continues."""
     total, done = sum(sizes.values()), 0
     for name, num_bytes in sizes.items():
         yield name
@@ -133,7 +133,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    # Eight bytes at a time: comparing single bytes takes as long as reading.
+    # Compare eight bytes at a time: comparing single bytes takes as long as reading.
     wide = a.numel() // 8 * 8
     return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(
         a[wide:], b[wide:]
@@ -152,11 +152,11 @@ def same_tensors(theirs: Rows, one: str, other: str) -> bool:
 def compare_copy(theirs: Rows, name: str, original: str) -> None:
     """Raise ValueError unless a foreign tensor equals its original."""
     if not same_tensors(theirs, name, original):
-        mend = (
-            "layers of multi-token prediction share the model's. Take num_nextn_predict_layers "
-            "and these layers out of the folder."
+        remedy = (
+            "layers of multi-token prediction share the model's weights. Remove "
+            "num_nextn_predict_layers and these layers from the folder."
             if name.startswith("model.layers.")
-            else "config.json ties the two: set tie_word_embeddings to false if the head is a "
-            "weight of its own."
+            else "config.json ties the two: set tie_word_embeddings to false if the head has "
+            "separate weights."
         )
-        raise ValueError(f"{name} is present and differs from {original}, though {mend}")
+        raise ValueError(f"{name} differs from {original}, although {remedy}")

@@ -1,10 +1,10 @@
 """A small language for renaming, fusing, splitting and transposing tensors, in both directions.
 
-A ``Rule`` pairs our logical names with one foreign name. ``*`` is a number: the first is the
-layer, the second the expert. Where a foreign tensor holds all layers or experts along leading
-dimensions, the number is in brackets: ``fc1.weight[*,*]``. A ``Table`` of rules, expanded for a
-model's size, lists every tensor of both sides, so that a missing or unused tensor is an error
-with its name, and no tensor is used twice.
+A ``Rule`` pairs logical names ("ours") with one foreign name ("theirs"). ``*`` stands for a
+number: the first ``*`` is the layer, the second the expert. If a foreign tensor holds all
+layers or experts along leading dimensions, the number is in brackets: ``fc1.weight[*,*]``. A
+``Table`` of rules, expanded for a model's size, lists every tensor of both sides, so that
+missing, unused and repeated tensors are errors that name them.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Our tensors, one or several stacked by rows, and the foreign tensor that holds them."""
+    """Logical tensors, stacked by rows, and the foreign tensor that holds them."""
 
     ours: str | tuple[str, ...]
     """Logical names, without the ``model.`` of checkpoints."""
@@ -33,30 +33,30 @@ class Rule:
     layers: tuple[int, ...] | None = None
     """Layers that the first ``*`` ranges over; None: all."""
     groups: int = 1
-    """Number of equal blocks of the foreign rows; each block has a share of every one of
-    ours."""
+    """Number of equal blocks of the foreign rows; each block has an equal share of the rows of
+    each logical tensor."""
     padding: int = 0
-    """Rows of zeros after ours in the foreign tensor (a padded vocabulary)."""
+    """Rows of zeros at the end of the foreign tensor (a padded vocabulary)."""
     head_rows: tuple[int, ...] = ()
-    """Of each head, the row of ours that each foreign row is; empty: the same order. For one
-    tensor of ours, neither transposed nor in groups."""
+    """For each foreign row of a head, the logical row that it holds; empty: the same order.
+    Only for a single logical tensor, neither transposed nor in groups."""
 
 
 def interleaved_rows(width: int) -> tuple[int, ...]:
-    """Return ``head_rows`` of heads whose neighbouring rows rotate together, as Meta's."""
+    """Return ``head_rows`` of heads that rotate neighbouring rows together, as Meta's do."""
     half = width // 2
     return tuple(row for pair in range(half) for row in (pair, pair + half))
 
 
 def swapped_rows(width: int) -> tuple[int, ...]:
-    """Return ``head_rows`` of heads that rotate the other way: their halves are swapped."""
+    """Return ``head_rows`` of heads that rotate in the other direction: swapped halves."""
     half = width // 2
     return (*range(half, width), *range(half))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rules of a model, and the numbers of layers and experts they range over."""
+    """All rules of a model, and the numbers of layers and experts for which they apply."""
 
     rules: tuple[Rule, ...]
     """Rules in the order in which a foreign folder lists its tensors."""
@@ -67,17 +67,17 @@ class Table:
     droppable: tuple[str, ...] = ()
     """Patterns of foreign names that are ignored, ``*`` for anything (cached angles)."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Foreign names that may be present as equal copies of another name (a tied head)."""
+    """Original of each foreign name that may be present as an equal copy (a tied head)."""
 
 
 def native_table(names: Iterable[str]) -> Table:
-    """Return the table of names that are logical names already."""
+    """Return the table that maps each logical name to itself."""
     return Table(tuple(Rule(name, name) for name in names), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A rule for one layer and expert."""
+    """A rule applied to one layer and expert."""
 
     ours: tuple[str, ...]
     """Logical names, stacked by rows in this order."""
@@ -96,11 +96,15 @@ class Link:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each of ours is a contiguous range of the foreign rows, in order."""
+        """Whether each logical tensor is a contiguous range of the foreign rows, in order."""
         return not self.transposed and self.groups == 1 and not self.head_rows
 
     def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of rows of each of ours."""
+        """Return the number of rows of each logical tensor.
+
+        Raises:
+            ValueError: if the foreign tensor has another number of rows.
+        """
         if not their_shape:
             return (1,)
         total = our_shape(their_shape, self.transposed)[0] - self.padding
@@ -114,9 +118,9 @@ class Link:
         return sizes
 
     def rows(self, their_shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first and one-past-last row of each of ours in the foreign tensor.
+        """Return the first and one-past-last foreign row of each logical tensor.
 
-        For links that are not plain, they are rows of the stack before it is interleaved.
+        If the link is not plain, these are rows of the stack before it is interleaved.
 
         Raises:
             ValueError: if the foreign tensor has another number of rows.
@@ -142,11 +146,11 @@ def unstacked(
         links: links of the table, whose indices determine the leading dimensions.
     """
     depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
-    found: dict[str, TensorEntry] = {}
+    unstacked_entries: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         depth = depths.get(name, 0)
         if not depth:
-            found[name] = entry
+            unstacked_entries[name] = entry
             continue
         if len(entry.shape) < depth:
             raise ValueError(f"{name} of shape {list(entry.shape)} has no {depth} indices")
@@ -162,8 +166,10 @@ def unstacked(
                 parts[where].append(StoredBox(chunk.file, chunk.offset + number * size, *rest))
         for index, chunks in parts.items():
             view = f"{name}[{','.join(map(str, index))}]"
-            found[view] = TensorEntry(entry.shape[depth:], entry.dtype, tuple(chunks))
-    return found
+            unstacked_entries[view] = TensorEntry(
+                entry.shape[depth:], entry.dtype, tuple(chunks)
+            )
+    return unstacked_entries
 
 
 def our_shape(their_shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
@@ -178,21 +184,23 @@ def expand(table: Table) -> list[Link]:
     """
     links: list[Link] = []
     layer = 0
-    waiting: list[Rule] = []
+    layer_rules: list[Rule] = []
     for rule in (*table.rules, None):
         if rule is not None and "*" in rule.theirs:
-            waiting.append(rule)
+            layer_rules.append(rule)
             continue
         # Rules with a layer number are adjacent: expand them layer by layer.
-        for layer in range(table.num_layers if waiting else 0):
-            links += [link for r in waiting for link in _of_layer(r, layer, table.num_experts)]
-        waiting = []
+        for layer in range(table.num_layers if layer_rules else 0):
+            links += [
+                link for r in layer_rules for link in _of_layer(r, layer, table.num_experts)
+            ]
+        layer_rules = []
         if rule is not None:
             links.append(_link(rule, _names(rule), rule.theirs))
     for names in ([n for link in links for n in link.ours], [link.theirs for link in links]):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ValueError(f"two rules name {', '.join(twice)}")
+            raise ValueError(f"several rules name {', '.join(twice)}")
     return links
 
 
@@ -216,7 +224,7 @@ def match_theirs(table: Table, links: Sequence[Link], names: Iterable[str]) -> l
 
 
 def match_ours(links: Sequence[Link], tensors: Mapping[str, TensorEntry]) -> None:
-    """Check that our tensors are exactly those of the links, and can be stacked."""
+    """Check that the logical tensors are exactly those of the links, and can be stacked."""
     _check([name for link in links for name in link.ours], tensors)
     for link in links:
         first, *rest = (tensors[name] for name in link.ours)
@@ -233,7 +241,7 @@ def _check(wanted: Iterable[str], present: Iterable[str]) -> None:
     problems = [f"missing: {text}" for text in missing]
     problems += [f"not used by any rule: {name}" for name in unused]
     if problems:
-        raise ValueError(f"the tensors are not those of this model: {listed(problems)}")
+        raise ValueError(f"the tensors do not match this model: {listed(problems)}")
 
 
 def _names(rule: Rule) -> tuple[str, ...]:
@@ -255,8 +263,8 @@ def _of_layer(rule: Rule, layer: int, num_experts: int) -> list[Link]:
 
 
 def _link(rule: Rule, ours: tuple[str, ...], theirs: str) -> Link:
-    alike = (rule.transposed, rule.sizes, rule.groups, rule.padding, rule.head_rows)
-    return Link(ours, theirs, *alike)
+    same_fields = (rule.transposed, rule.sizes, rule.groups, rule.padding, rule.head_rows)
+    return Link(ours, theirs, *same_fields)
 
 
 def _filled(name: str, layer: int, expert: int) -> str:

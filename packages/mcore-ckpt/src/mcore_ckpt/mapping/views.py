@@ -1,7 +1,7 @@
-"""Views of tensors computed while reading: renamed and cut, resized, cast, dequantized.
+"""Views of tensors, computed while reading: renamed and cut, resized, cast, dequantized.
 
-Each view has the interface of the rows below it, so that views compose, and nothing is held in
-memory completely except one transposed matrix.
+Each view has the interface ``Rows`` of the rows that it reads, so that views compose. Only
+transposed matrices are held completely in memory, one at a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class RenamedRows:
-    """Our tensors, read from foreign ones by links."""
+    """Logical tensors, read from foreign tensors by links."""
 
     def __init__(self, links: Sequence[Link], theirs: Rows) -> None:
-        """Check shapes; read nothing.
+        """Compute and check shapes; values are read later.
 
         Raises:
             ValueError: if a foreign tensor has another number of rows than its link.
@@ -42,26 +42,26 @@ class RenamedRows:
             for number, rows in enumerate(link.shares(entry.shape)):
                 name = link.ours[number]
                 self._links[name] = (link, number)
-                mine = (rows, *shape[1:]) if shape else ()
-                self.entries[name] = TensorEntry(mine, entry.dtype, ())
+                logical_shape = (rows, *shape[1:]) if shape else ()
+                self.entries[name] = TensorEntry(logical_shape, entry.dtype, ())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows of one of our tensors."""
+        """Read rows of a logical tensor."""
         link, number = self._links[name]
         shape = self._theirs.entries[link.theirs].shape
         first = link.rows(shape)[number][0]
         if link.is_plain or not shape:
             return self._theirs.rows(link.theirs, first + begin, first + stop)
         if link.head_rows:
-            # The heads that contain the rows, each in our order; of those the rows asked for.
+            # Read complete heads [low, high), reorder each head, and cut out [begin, stop).
             H = len(link.head_rows)
             low, high = begin // H * H, -(-stop // H) * H
             heads = self._theirs.rows(link.theirs, low, high).unflatten(0, (-1, H))
             order = torch.tensor(link.head_rows).argsort()
             return heads[:, order].flatten(0, 1)[begin - low : stop - low].contiguous()
-        # Their rows are ``groups`` blocks; each block has ``shares[0]`` rows of our first
-        # tensor, then ``shares[1]`` of the second, and so on, such as q, k and v of a group
-        # of heads.
+        # The foreign rows are ``groups`` blocks. Each block has ``shares[0]`` rows of the first
+        # logical tensor, then ``shares[1]`` of the second, and so on, such as q, k and v of a
+        # group of heads.
         shares = [rows // link.groups for rows in link.shares(shape)]
         block, share = sum(shares), shares[number]
         if link.transposed:
@@ -70,12 +70,12 @@ class RenamedRows:
                 parts = matrix.unflatten(0, (link.groups, block)).split(shares, dim=1)
                 return parts[number].flatten(0, 1)[begin:stop].contiguous()
             return matrix[first + begin : first + stop].contiguous()
-        # Blocks that contain the rows; of each only our tensor's share, then without the rows
-        # before ``begin`` and from ``stop`` on.
+        # Read the blocks [low, high) that contain the rows, take this tensor's share of each
+        # block, and cut off the rows before ``begin`` and from ``stop`` on.
         low, high = begin // share, -(-stop // share)
         blocks = self._theirs.rows(link.theirs, low * block, high * block)
-        mine = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]
-        return mine.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
+        share_rows = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]
+        return share_rows.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
 
     def _matrix(self, name: str) -> Tensor:
         if self._held[0] != name:
@@ -84,7 +84,7 @@ class RenamedRows:
 
 
 def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
-    """List the foreign tensors of links as items to write."""
+    """Return the foreign tensors of links as items to write, computed from logical tensors."""
     items = []
     for link in links:
         shapes = [ours.entries[name].shape for name in link.ours]
@@ -98,15 +98,15 @@ def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
 
 def stacked_items(items: Sequence[Item]) -> list[Item]:
     """Join successive items ``X[0]``, ``X[1]``, ... into one tensor ``X``."""
-    found: list[Item] = []
+    joined: list[Item] = []
     for stem, group in groupby(items, key=lambda item: split_index(item.name)[0]):
         parts = list(group)
         if not split_index(parts[0].name)[1]:
-            found += parts
+            joined += parts
             continue
         shape = (len(parts), *parts[0].shape)
-        found.append(Item(stem, parts[0].dtype, shape, partial(_one_by_one, parts)))
-    return found
+        joined.append(Item(stem, parts[0].dtype, shape, partial(_one_by_one, parts)))
+    return joined
 
 
 def _one_by_one(items: Sequence[Item]) -> Iterator[Tensor]:
@@ -115,7 +115,7 @@ def _one_by_one(items: Sequence[Item]) -> Iterator[Tensor]:
 
 
 def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
-    """Yield the foreign tensor of a link by rows, computed from ours."""
+    """Yield the foreign tensor of a link by rows, computed from the logical tensors."""
     shapes = [ours.entries[name].shape for name in link.ours]
     if link.transposed and len(shapes[0]) > 1:
         parts = [ours.rows(n, 0, s[0]) for n, s in zip(link.ours, shapes, strict=True)]
@@ -163,10 +163,10 @@ def _reordered(link: Link, ours: Rows) -> Iterator[Tensor]:
 
 
 class ResizedTensors:
-    """Tensors of which some have rows removed, or rows of zeros appended."""
+    """Tensors, some with rows removed or rows of zeros appended."""
 
     def __init__(self, under: Rows, num_rows: Mapping[str, int]) -> None:
-        """Resize the tensors that ``num_rows`` names; absent ones are ignored."""
+        """Set the number of rows of the tensors in ``num_rows``; absent names are ignored."""
         self._under = under
         self.entries: dict[str, TensorEntry] = {
             name: replace(entry, shape=(num_rows[name], *entry.shape[1:]), chunks=())
@@ -179,15 +179,15 @@ class ResizedTensors:
         """Read rows; those beyond the tensor are zeros."""
         entry = self._under.entries[name]
         end = entry.shape[0] if entry.shape else 1
-        held = self._under.rows(name, min(begin, end), min(stop, end))
+        rows = self._under.rows(name, min(begin, end), min(stop, end))
         if stop <= end:
-            return held
-        zeros = held.new_zeros((stop - max(begin, end), *entry.shape[1:]))
-        return torch.cat((held, zeros))
+            return rows
+        zeros = rows.new_zeros((stop - max(begin, end), *entry.shape[1:]))
+        return torch.cat((rows, zeros))
 
 
 class Cast:
-    """Floating-point tensors in another dtype."""
+    """Tensors with floating-point values cast to another dtype."""
 
     def __init__(self, under: Rows, dtype: str) -> None:
         self._under, self._dtype = under, dtype
@@ -200,23 +200,23 @@ class Cast:
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows and cast them."""
-        held = self._under.rows(name, begin, stop)
-        cast = held.to(DTYPES[self.entries[name].dtype])
-        # bf16 has the range of float32, so that only rounding can overflow.
-        is_narrow = cast.dtype == torch.float16 or held.dtype == torch.float64
-        if is_narrow and (cast.isinf() & ~held.isinf()).any():
+        rows = self._under.rows(name, begin, stop)
+        cast = rows.to(DTYPES[self.entries[name].dtype])
+        # From float32 to bf16 numbers cannot overflow, except by rounding.
+        is_narrow = cast.dtype == torch.float16 or rows.dtype == torch.float64
+        if is_narrow and (cast.isinf() & ~rows.isinf()).any():
             raise ValueError(
-                f"{name} has numbers beyond {torch.finfo(cast.dtype).max:.5g}, where "
-                f"{self._dtype} ends: cast to bf16, or leave the dtype unchanged."
+                f"{name} has numbers beyond {torch.finfo(cast.dtype).max:.5g}, the largest of "
+                f"{self._dtype}: cast to bf16, or leave the dtype unchanged."
             )
         return cast
 
 
 class ScaledTensors:
-    """fp8 weights with one scale for the tensor or each row, as floating-point numbers.
+    """Dequantizes fp8 weights with one scale for the tensor or for each row.
 
-    ``X`` becomes ``X * X_scale`` (``X_scale_inv`` in folders of transformers), in float32; the
-    scales of weights and inputs are hidden.
+    ``X`` is read as ``X * X_scale`` (``X_scale_inv`` in folders of transformers), computed in
+    float32; the scales of weights and inputs are hidden.
     """
 
     _KINDS = ("_scale", "_scale_inv")
@@ -226,21 +226,21 @@ class ScaledTensors:
         """Pair weights with their scales.
 
         Raises:
-            ValueError: if a weight has no scale, or one of another shape.
+            ValueError: if a weight has no scale, or a scale of another shape.
         """
         self._under, self._dtype = under, dtype
         self._scales: dict[str, str] = {}
         for name, entry in under.entries.items():
             if entry.dtype != _FP8:
                 continue
-            found = [name + kind for kind in self._KINDS if name + kind in under.entries]
-            count = prod(under.entries[found[0]].shape) if found else 0
-            if count not in (1, entry.shape[0]):
+            scales = [name + kind for kind in self._KINDS if name + kind in under.entries]
+            num_scales = prod(under.entries[scales[0]].shape) if scales else 0
+            if num_scales not in (1, entry.shape[0]):
                 raise ValueError(
                     f"{name} is quantized: its scale {name}{self._KINDS[0]} must have one "
-                    f"number or {entry.shape[0]}, one a row, and has {count}."
+                    f"number or {entry.shape[0]}, one a row, and has {num_scales}."
                 )
-            self._scales[name] = found[0]
+            self._scales[name] = scales[0]
         hidden = set(self._scales.values())
         self.entries: dict[str, TensorEntry] = {
             name: replace(entry, dtype=dtype, chunks=()) if name in self._scales else entry
@@ -250,21 +250,21 @@ class ScaledTensors:
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their scales."""
-        held = self._under.rows(name, begin, stop)
+        codes = self._under.rows(name, begin, stop)
         if name not in self._scales:
-            return held
+            return codes
         scale = self._scales[name]
         is_one = prod(self._under.entries[scale].shape) == 1
         part = (0, 1) if is_one else (begin, stop)
-        factors = self._under.rows(scale, *part).float().reshape(-1, *(1,) * (held.dim() - 1))
-        return (held.float() * factors).to(DTYPES[self._dtype])
+        factors = self._under.rows(scale, *part).float().reshape(-1, *(1,) * (codes.dim() - 1))
+        return (codes.float() * factors).to(DTYPES[self._dtype])
 
 
 class DequantizedTensors:
-    """fp8 weights with a scale for each block of rows and columns, as floating-point numbers.
+    """Dequantizes fp8 weights with one scale for each block of rows and columns.
 
-    ``X`` becomes ``X * X_scale_inv``, each scale repeated over its block; the scales themselves
-    are hidden. Computed in float32.
+    ``X`` is read as ``X * X_scale_inv``, each scale repeated over its block, computed in
+    float32; the scales are hidden.
 
     Reference:
         DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.3.2. arXiv:2412.19437.
@@ -276,7 +276,7 @@ class DequantizedTensors:
         """Pair weights with their scales.
 
         Raises:
-            ValueError: if a scale has no fp8 weight, a weight no scale, or their shapes do
+            ValueError: if a scale has no fp8 weight, a weight has no scale, or their shapes do
                 not fit ``block``.
         """
         self._under, self._block, self._dtype = under, block, dtype
@@ -290,34 +290,34 @@ class DequantizedTensors:
             if entry.dtype != _FP8:
                 self.entries[name] = entry
                 continue
-            wanted = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
+            scale_shape = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
             scale = under.entries.get(name + self._SCALE)
-            if scale is None or scale.shape != wanted:
-                held = "absent" if scale is None else f"{list(scale.shape)}"
+            if scale is None or scale.shape != scale_shape:
+                actual = "absent" if scale is None else f"{list(scale.shape)}"
                 raise ValueError(
                     f"{name} is quantized: its scales {name}{self._SCALE} must be "
-                    f"{list(wanted)} for blocks of {list(block)}, and are {held}."
+                    f"{list(scale_shape)} for blocks of {list(block)}, and are {actual}."
                 )
             self.entries[name] = replace(entry, dtype=dtype, chunks=())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their scales."""
-        held = self._under.rows(name, begin, stop)
+        codes = self._under.rows(name, begin, stop)
         if self._under.entries[name].dtype != _FP8:
-            return held
+            return codes
         tall, wide = self._block
         low, high = begin // tall, -(-stop // tall)
         scales = self._under.rows(name + self._SCALE, low, high).float()
         scales = scales.repeat_interleave(tall, 0)[begin - low * tall : stop - low * tall]
-        scales = scales.repeat_interleave(wide, 1)[:, : held.shape[1]]
-        return (held.float() * scales).to(DTYPES[self._dtype])
+        scales = scales.repeat_interleave(wide, 1)[:, : codes.shape[1]]
+        return (codes.float() * scales).to(DTYPES[self._dtype])
 
 
 class UnpackedMxfp4:
-    """Experts in MXFP4, as of gpt-oss, as floating-point matrices ``X[e]`` ``[in, out]``.
+    """Dequantizes experts in MXFP4, as of gpt-oss, to matrices ``X[e]`` ``[in, out]``.
 
-    ``X_blocks`` ``[E, out, in/32, 16]`` holds two numbers of four bits a byte, the even one in
-    its low half, and ``X_scales`` ``[E, out, in/32]`` the exponent of each block plus 127.
+    ``X_blocks`` ``[E, out, in/32, 16]`` has two codes of four bits in a byte, the even one in
+    the low half, and ``X_scales`` ``[E, out, in/32]`` has the exponent of each block plus 127.
 
     Reference:
         Open Compute Project 2023, Microscaling Formats (MX) Specification 1.0, section 5.3.3.
@@ -339,10 +339,10 @@ class UnpackedMxfp4:
         scales = entries.get(stem + _SCALES)
         fits = len(blocks.shape) == 4 and blocks.shape[3] == 16 and blocks.dtype == "U8"
         if not fits or scales is None or scales.shape != blocks.shape[:3]:
-            held = "absent" if scales is None else f"{list(scales.shape)}"
+            actual = "absent" if scales is None else f"{list(scales.shape)}"
             raise ValueError(
                 f"{stem}{_BLOCKS} of shape {list(blocks.shape)} must be [experts, out, in/32, "
-                f"16] bytes, and its scales the same without the last; they are {held}."
+                f"16] bytes, and its scales the same without the last; they are {actual}."
             )
         experts, rows, groups, _ = blocks.shape
         for expert in range(experts):

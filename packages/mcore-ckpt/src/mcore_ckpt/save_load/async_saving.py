@@ -5,9 +5,9 @@ finishes the copies and writes, and on rank 0 another one commits. Threads do no
 ``poll``, called once a step on all ranks, is where ranks find that all files are durable. Until
 the index is written the checkpoint does not exist.
 
-At most one save is in progress, so that host memory for one rank's share is needed, once. A
-write without progress for long is given up, and later saves are skipped until it ends: training
-never waits for a disk that hangs.
+At most one save is in progress, so that host memory holds one copy of a rank's share. A write
+without progress for ``silent_s`` is given up, and later saves are skipped until its thread
+ends: training never waits for a disk that hangs.
 """
 
 import logging
@@ -51,7 +51,7 @@ _CLOSE_S = 10.0
 
 
 class _Job:
-    """Work in a thread, and its result."""
+    """Runs a function in a thread; holds its result, its error and its time of progress."""
 
     def __init__(self, work: Callable[["_Job"], Any]) -> None:
         self.result: Any = None
@@ -77,12 +77,12 @@ class _Job:
         return self.is_busy and time.monotonic() - self.moved_s > limit_s
 
     def join(self, limit_s: float) -> None:
-        """Wait for the end, or until there was no progress for ``limit_s``."""
+        """Wait until the work ends, or makes no progress for ``limit_s``."""
         while self.is_busy and not self.is_silent(limit_s):
             self._thread.join(max(0.01, self.moved_s + limit_s - time.monotonic()))
 
     def watched(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors; record progress at each, and raise after ``cancel``."""
+        """Yield the tensors, record progress at each one, and raise after ``cancel``."""
         for tensor in tensors:
             if self._is_cancelled:
                 raise CheckpointError("the save was given up")
@@ -90,14 +90,14 @@ class _Job:
             yield tensor
 
     def cancel(self, limit_s: float) -> None:
-        """End the work at its next tensor; wait at most ``limit_s`` for it."""
+        """Stop the work at its next tensor; wait at most ``limit_s`` for the thread to end."""
         self._is_cancelled = True
         self._thread.join(limit_s)
 
 
 @dataclass(slots=True)
 class _PendingSave:
-    """A save in progress."""
+    """A save in progress: its plan, host copies and thread."""
 
     begun: PlannedSave
     copies: Copies
@@ -115,7 +115,7 @@ class AsyncSaver:
 
     Attributes:
         last_durable: folder of the newest step that this object made durable, or None.
-        last_failure: reason why the last save failed; empty if it did not.
+        last_failure: reason why the last save failed; empty after a success.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class AsyncSaver:
         silent_s: float = SILENT_S,
         retention: RetentionConfig = KEEP_ALL,
     ) -> None:
-        """Start nothing yet.
+        """Prepare a saver; ``save`` starts the first thread.
 
         Args:
-            world: the ranks that save together; all call every method together. With gloo
-                besides nccl in its group, polling never waits for the GPU.
+            world: the ranks that save together; all call every method together. If its group
+                has gloo in addition to nccl, polling never waits for the GPU.
             retries: repetitions of a failed write before the save is given up.
             silent_s: seconds without progress after which a write counts as hanging.
             retention: which older steps are deleted once a newer one is durable.
@@ -176,10 +176,10 @@ class AsyncSaver:
         save of a plan is slow: it allocates host memory, and waits until replicas are compared.
         Later ones do neither.
 
-        ``folders`` must stay until the save is durable. Weights for ``hf`` are assembled here,
-        before anything else. With ``overlap`` it returns before the copies are made: the
-        tensors must then not change until ``hold`` was called. Otherwise they may change at
-        once.
+        ``folders`` must not change until the save is durable. Weights for ``hf`` are assembled
+        first, within this call. With ``overlap`` the call returns before the tensors are
+        copied, and the caller must call ``hold`` before changing them. Otherwise the tensors
+        may change as soon as the call returns.
 
         Returns:
             False if no save was started, because an earlier write hangs.
@@ -229,9 +229,10 @@ class AsyncSaver:
         return True
 
     def hold(self) -> None:
-        """Order later changes of the saved tensors after their copies; call it before them.
+        """Make later changes of the saved tensors wait for their copies.
 
-        No communication. With GPU tensors it returns at once: the current stream waits.
+        Call it before changing tensors that ``save`` copies with ``overlap``. No communication.
+        With GPU tensors the current stream waits, not the host.
         """
         if self._pending is not None:
             self._pending.copies.hold()
@@ -240,8 +241,8 @@ class AsyncSaver:
         """Advance the save in progress if all ranks are ready; call it once a step.
 
         Communicates over the world only while a save is in progress. A write that failed on any
-        rank is logged and repeated, or given up after the last retry; it never raises, since
-        training can continue.
+        rank is logged and repeated, or given up after the last retry. Write errors are not
+        raised, since training can continue.
 
         Returns:
             The step's folder if it became durable just now.
@@ -257,7 +258,7 @@ class AsyncSaver:
         return done
 
     def close(self) -> None:
-        """Give up a save in progress: its step never existed. No communication.
+        """Give up a save in progress, whose step stays incomplete. No communication.
 
         For a job that ends with an error; other jobs call ``wait`` first.
         """
@@ -272,8 +273,8 @@ class AsyncSaver:
         waited_s = time.monotonic() - started_s
         if waited_s > 1:
             log.warning(
-                "step %s waited %.1f s until step %s was written: the disk is slower than the "
-                "saves come. Save less often.",
+                "step %s waited %.1f s until step %s was written: the disk cannot keep up with "
+                "the saves. Save less often.",
                 step,
                 waited_s,
                 before,
@@ -305,13 +306,14 @@ class AsyncSaver:
         return folder
 
     def _answers(self, pending: _PendingSave) -> list[bool] | None:
-        """Return whether jobs are busy, failed or silent; None: no answer is due.
+        """Return whether any rank's job is busy, failed or silent; None: not known yet.
 
         Answers sent at one poll are read at the next, so that no step waits for the slowest
         rank.
         """
         answers = None if pending.answers is None else pending.answers()
         pending.answers = None
+        # A busy job without progress is an answer too: it leads to giving up.
         if answers is None or (answers[0] and not answers[2]):
             job = pending.job
             flags = [job.is_busy, job.failure != "", job.is_silent(self._silent_s)]
@@ -353,7 +355,7 @@ class AsyncSaver:
             f"{pending.begun.folder} for {self._silent_s:.0f} s"
         )
         log.error("%s; training goes on", self.last_failure)
-        # Its thread may still read the staged memory: no save starts before it ends.
+        # The thread may still read the staged memory: no save starts before the thread ends.
         self._hanging = pending.job
         self._close()
 

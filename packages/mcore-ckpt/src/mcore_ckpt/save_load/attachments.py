@@ -1,7 +1,7 @@
-"""Contents of a step besides its tensors: JSON, small files, folders.
+"""Contents of a step in addition to its tensors: JSON, small files and folders.
 
-They are checked before anything is written, and JSON is copied then: a background save ends
-long after the call.
+Attachments are checked before anything is written. JSON is copied at the same time, because a
+background save ends long after the call.
 """
 
 import json
@@ -31,8 +31,8 @@ class Attachments:
         """Return a checked copy that later changes of the caller's objects do not affect.
 
         Raises:
-            ValueError: for values that are no JSON, names that contain a path or belong to the
-                checkpoint itself, and missing folders.
+            ValueError: for values that are not JSON, names that contain a path or that the
+                checkpoint uses itself, and missing folders.
         """
         try:
             extra = json.loads(json.dumps(dict(self.extra)))
@@ -40,13 +40,15 @@ class Attachments:
             raise ValueError(f"extra must be JSON: {error}.") from None
         for name in (*self.files, *self.folders):
             if not name or name in (".", "..") or "/" in name or "\0" in name:
-                raise ValueError(f"{name!r}, a file of a step, must be a plain name.")
+                raise ValueError(
+                    f"{name!r} cannot be a file of a step: use a name without folders."
+                )
             if _OURS.fullmatch(name) or (name in self.files and name in self.folders):
                 raise ValueError(
-                    f"{name} cannot be a file of a step: a checkpoint has one of that name "
-                    "already. Use another name."
+                    f"{name} cannot be a file of a step: the checkpoint has a file of that "
+                    "name. Use another name."
                 )
         for name, folder in self.folders.items():
             if not Path(folder).is_dir():
-                raise ValueError(f"{folder}, to be saved as {name}, is not a folder.")
+                raise ValueError(f"{folder}, to be saved as {name}, is not a folder: give one.")
         return Attachments(extra=extra, files=dict(self.files), folders=dict(self.folders))

@@ -1,4 +1,4 @@
-"""Claims: what each rank states that it holds, checked against its memory."""
+"""Claims: the boxes of each logical tensor that a rank holds, checked against its memory."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from mcore_parallel.sharding import Piece, Shard
 
 
 def build_claims(shards: Mapping[str, Shard]) -> dict[str, Claim]:
-    """Describe what this rank holds; omits pieces without elements.
+    """Return the claims of this rank's shards; omits pieces without elements.
 
     Raises:
         ValueError: if a piece's memory has another shape or dtype than its shard, is on the
@@ -22,7 +22,7 @@ def build_claims(shards: Mapping[str, Shard]) -> dict[str, Claim]:
 
 
 def build_claim(name: str, shard: Shard) -> Claim:
-    """Describe one shard; see ``build_claims``."""
+    """Return the claim of one shard, as ``build_claims`` does."""
     if name == "__metadata__":
         raise ValueError(f"{name} is reserved by safetensors files: use another name.")
     for piece in shard.pieces:
@@ -39,7 +39,10 @@ def build_claim(name: str, shard: Shard) -> Claim:
                 "memory first, such as by model.to_empty(device=...)."
             )
         if piece.data.layout is not torch.strided:
-            raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
+            raise ValueError(
+                f"{name}: {piece.data.layout} tensors cannot be saved: give a dense (strided) "
+                "tensor."
+            )
         if piece.data.is_conj() or piece.data.is_neg():
             raise ValueError(
                 f"{name} is a conjugate or negative view, whose memory has other values: give "

@@ -1,4 +1,4 @@
-"""Torch's own sharded tensors as shards.
+"""Describes DTensors and plain torch tensors as shards.
 
 A DTensor is one box on each rank. FSDP2 splits a parameter along dimension 0, like
 ``torch.chunk``; combined with tensor parallelism, the tensor ranks split first, which torch
@@ -23,8 +23,8 @@ def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Sha
     """Describe DTensors and plain tensors; pieces are this rank's local memory.
 
     Args:
-        tensors: by name, such as a ``state_dict()``. Plain tensors count as complete copies on
-            every rank that names them.
+        tensors: tensors by name, such as a ``state_dict()``. A plain tensor counts as a
+            complete copy on each rank.
         prefix: prepended to each name.
 
     Raises:
@@ -35,8 +35,8 @@ def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Sha
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{prefix}{name} is no tensor but {type(tensor).__name__}, and would be lost: "
-                "remove it, and put it into extra."
+                f"{prefix}{name} is a {type(tensor).__name__}, and only tensors are saved: "
+                "move it to extra."
             )
         if isinstance(tensor, DTensor):
             shards[prefix + name] = _shard(prefix + name, tensor)
@@ -49,8 +49,8 @@ def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Sha
 
 def _shard(name: str, tensor: DTensor) -> Shard:
     mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return Shard(tuple(tensor.shape), tensor.dtype, ())
     offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
     replicas = []
@@ -61,20 +61,24 @@ def _shard(name: str, tensor: DTensor) -> Shard:
         elif placement.is_shard() or hasattr(placement, "split_factor"):
             cuts.append((dim, placement))
         else:
-            raise ValueError(f"{name} is {placement} over {mesh}: only shards and copies save.")
+            raise ValueError(
+                f"{name} is {placement} over {mesh}, but only sharded and replicated tensors "
+                "can be saved: redistribute it first."
+            )
     # A strided shard is applied after those of the mesh dimensions that follow it.
     cuts.sort(key=lambda cut: hasattr(cut[1], "split_factor"))
     for dim, placement in cuts:
-        at: int = placement.dim  # pyrefly: ignore
-        step = -(-lengths[at] // mesh.size(dim))
-        begin = min(place[dim] * step, lengths[at])
-        offsets[at] += begin
-        lengths[at] = min(step, lengths[at] - begin)
+        tensor_dim: int = placement.dim  # pyrefly: ignore
+        # Like torch.chunk: each rank gets ceil(length / ranks) rows, the last ones fewer.
+        chunk = -(-lengths[tensor_dim] // mesh.size(dim))
+        begin = min(coordinate[dim] * chunk, lengths[tensor_dim])
+        offsets[tensor_dim] += begin
+        lengths[tensor_dim] = min(chunk, lengths[tensor_dim] - begin)
     local = tensor.to_local().detach()
     if tuple(local.shape) != tuple(lengths):
         raise ValueError(
-            f"{name}: this rank holds {tuple(local.shape)}, but {tensor.placements} says "
-            f"{tuple(lengths)}"
+            f"{name}: this rank holds a tensor of shape {tuple(local.shape)}, but "
+            f"{tensor.placements} requires {tuple(lengths)}"
         )
     piece = Piece(tuple(offsets), tuple(lengths), local)
     return Shard(tuple(tensor.shape), tensor.dtype, (piece,), tuple(replicas))

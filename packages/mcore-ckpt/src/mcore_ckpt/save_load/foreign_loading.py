@@ -1,8 +1,8 @@
-"""Loads folders of other formats in place, without a conversion, as if they were checkpoints.
+"""Opens folders of other formats as checkpoints, without a conversion.
 
-Where a foreign tensor holds ours as ranges of its rows, an index points straight into its file,
-and ranks read the rows they need as from a step of ours. Tensors that are transposed,
-interleaved or quantized are read by rows through the views that a conversion uses.
+If a foreign tensor holds logical tensors as ranges of its rows, the index points directly into
+its file, and ranks read the rows they need as from a step of mcore. Tensors that are
+transposed, interleaved or quantized are read by rows through the views that a conversion uses.
 """
 
 from collections.abc import Iterator
@@ -23,45 +23,47 @@ from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, Ten
 from mcore_ckpt.storage.paths import is_peft_folder
 
 _VIEW = ""
-"""File of tensors whose bytes no file holds in their order."""
+"""File name of chunks whose bytes are in no file in row-major order: they are read by a
+view."""
 
 
 @contextmanager
 def opened_foreign(
     folder: Path, adapter_base: Path | None = None
 ) -> Iterator[tuple[Index, Reader]]:
-    """Open a folder of another format as an index of our tensors and a reader of their boxes.
+    """Open a folder of another format; yield an index of logical tensors and a reader.
 
     Args:
-        folder: of a model, or of PEFT's adapters.
-        adapter_base: folder of the adapters' base; None: the one that they name.
+        folder: folder of a model, or of PEFT adapters.
+        adapter_base: folder of the adapters' base model; None: the folder named in the
+            adapters' config.
 
     Raises:
-        ValueError: if no family here can express its model.
+        ValueError: if no family here can express the folder's model.
         CheckpointError: if files are damaged or contradict each other.
     """
     if is_peft_folder(folder):
-        with _opened_adapters(folder, adapter_base) as found:
-            yield found
+        with _opened_adapters(folder, adapter_base) as source:
+            yield source
         return
     with (
-        opened(folder_format(folder), folder) as found,
-        ViewReader(folder, found.ours) as reader,
+        opened(folder_format(folder), folder) as source,
+        ViewReader(folder, source.ours) as reader,
     ):
-        tensors = {PREFIX + name: entry for name, entry in pointers(found).items()}
-        yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
+        tensors = {PREFIX + name: entry for name, entry in pointers(source).items()}
+        yield Index(tensors, {"model": source.description, "hf": source.hf}), reader
 
 
 @contextmanager
 def _opened_adapters(folder: Path, base: Path | None) -> Iterator[tuple[Index, Reader]]:
-    """Open a PEFT folder as adapters of ours; without a base, of the one that it names."""
+    """Open a PEFT folder; without ``base``, the base model is the one named in its config."""
     from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 
     base = base or base_folder(folder)
-    with opened("hf", base) as found:
-        adapters = read_adapters(folder, found.links)
-        adapters.check_tables(found.ours)
-        extra = {"model": found.description, "hf": found.hf}
+    with opened("hf", base) as source:
+        adapters = read_adapters(folder, source.links)
+        adapters.check_tables(source.ours)
+        extra = {"model": source.description, "hf": source.hf}
     extra[ADAPTER] = {**adapters.config, "base": str(base.resolve())}
     tensors = {}
     rows = HeldRows({**adapters.rows.tensors, **adapters.replaced.tensors})
@@ -72,31 +74,34 @@ def _opened_adapters(folder: Path, base: Path | None) -> Iterator[tuple[Index, R
         yield Index(tensors, extra), reader
 
 
-def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
-    """List our tensors, each as one chunk of the foreign file that holds it.
+def pointers(source: OpenCheckpoint) -> dict[str, TensorEntry]:
+    """Return the logical tensors, each as one chunk of the foreign file that holds it.
 
     Returns:
-        Entries by logical name. The file of a chunk is empty if no file holds the tensor's
-        bytes in order.
+        Entries by logical name. The file of a chunk is ``_VIEW`` if no file holds the tensor's
+        bytes in row-major order.
     """
     entries = {}
-    for link in found.links:
-        theirs = found.theirs.entries[link.theirs]
-        is_there = link.is_plain and len(theirs.chunks) == 1
-        for name, (first, _) in zip(link.ours, link.rows(theirs.shape), strict=True):
-            entry = found.ours.entries[name]
+    for link in source.links:
+        foreign = source.theirs.entries[link.theirs]
+        is_direct = link.is_plain and len(foreign.chunks) == 1
+        for name, (first, _) in zip(link.ours, link.rows(foreign.shape), strict=True):
+            entry = source.ours.entries[name]
             zeros = (0,) * len(entry.shape)
             chunk = StoredBox(_VIEW, 0, zeros, entry.shape)
-            if is_there:
-                row_bytes = prod(theirs.shape[1:]) * DTYPE_BYTES[theirs.dtype]
-                place = theirs.chunks[0]
-                chunk = replace(chunk, file=place.file, offset=place.offset + first * row_bytes)
+            if is_direct:
+                # Rows from `first` on of the foreign tensor are the logical tensor.
+                row_bytes = prod(foreign.shape[1:]) * DTYPE_BYTES[foreign.dtype]
+                stored = foreign.chunks[0]
+                chunk = replace(
+                    chunk, file=stored.file, offset=stored.offset + first * row_bytes
+                )
             entries[name] = replace(entry, chunks=(chunk,) if prod(entry.shape) else ())
     return entries
 
 
 class ViewReader(Reader):
-    """Reads boxes from files that hold them in order, otherwise through a view of rows."""
+    """Reads boxes directly from their files, or through a view of rows if a file cannot."""
 
     def __init__(self, folder: Path, view: Rows) -> None:
         super().__init__(folder)

@@ -1,9 +1,9 @@
 """Steps that are also Hugging Face folders: weights are stored once, as complete tensors.
 
-Weights go to ``model-*.safetensors`` under their foreign names, and our index points into these
-files; the optimizer and everything else stay in the rank files. Each foreign tensor is
-assembled on one rank from the boxes of all ranks, in rounds of bounded size; each rank writes
-the file of the tensors that it owns, about its share of the model.
+Weights go to ``model-*.safetensors`` under their Hugging Face ("foreign") names, and the index
+of the step points into these files; optimizer state and other tensors stay in the rank files.
+Each foreign tensor is assembled on one rank from the boxes of all ranks, in rounds of bounded
+size; each rank writes the file of the tensors that it owns, about its share of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +36,12 @@ _PREFIX = "model."
 
 @dataclass(frozen=True, slots=True)
 class HFView:
-    """How a model is stored as a Hugging Face folder."""
+    """A model's config and tensor names in a Hugging Face folder."""
 
     config: Mapping[str, Any]
-    """Its config.json, without the dtype."""
+    """Fields of config.json, without the dtype."""
     links: tuple[Link, ...]
-    """Which foreign tensor holds which of ours."""
+    """Each foreign tensor with the logical tensors that it holds."""
 
 
 def hf_view(
@@ -49,37 +49,37 @@ def hf_view(
     model_type: str = "",
     carried: Mapping[str, Any] = MappingProxyType({}),
 ) -> HFView:
-    """Return how a model is stored in a Hugging Face folder.
+    """Return the config and the tensor names of a model in a Hugging Face folder.
 
     Args:
-        description: of the model, as in mcore checkpoints.
+        description: description of the model, as in mcore checkpoints.
         model_type: family to write; empty: the first that can express the model.
-        carried: fields of its config.json that do not affect the model.
+        carried: fields of the model's config.json that do not affect its outputs.
 
     Raises:
-        ValueError: if no family can, or it stores rows transposed, interleaved or padded, so
-            that its bytes differ from ours.
+        ValueError: if no family can express the model, or the family stores rows transposed,
+            interleaved or padded, so that its bytes differ from the logical tensors'.
     """
     model_type = model_type or family_for(description)
     family = find_family(model_type)
     config = {**carried, **family.to_theirs(description)}
     links = tuple(expand(family.table(description)))
-    rotated = [
+    reordered = [
         link.theirs
         for link in links
         if not link.is_plain or link.padding or split_index(link.theirs)[1]
     ]
-    if rotated:
+    if reordered:
         raise ValueError(
-            f"--save-hf cannot write {model_type}, which does not store our rows unchanged "
-            f"({rotated[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
+            f"--save-hf cannot write {model_type}, which stores rows in another order "
+            f"({reordered[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
         )
     return HFView(config, links)
 
 
 @dataclass(frozen=True, slots=True)
 class HFPlan:
-    """Which rank assembles which foreign tensors; equal on all ranks."""
+    """The rank that assembles each foreign tensor; equal on all ranks."""
 
     entries: list[list[PlannedTensor]]
     """Each rank's foreign tensors in file order."""
@@ -93,17 +93,23 @@ class HFPlan:
     def small_files(self, config: Mapping[str, Any]) -> dict[str, bytes]:
         """Return config.json and the index of weight files."""
         sizes: dict[str, int] = {}
-        places = {}
+        file_names = {}
         for name, entries in zip(self.names, self.entries, strict=True):
             for entry in entries:
-                places[entry.key] = name
+                file_names[entry.key] = name
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
-        word = str(DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]).removeprefix("torch.")
-        files = {"config.json": json_bytes({**config, "torch_dtype": word, "dtype": word})}
-        if len(set(places.values())) > 1:
+        dtype_name = str(DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]).removeprefix(
+            "torch."
+        )
+        files = {
+            "config.json": json_bytes(
+                {**config, "torch_dtype": dtype_name, "dtype": dtype_name}
+            )
+        }
+        if len(set(file_names.values())) > 1:
             table = {
                 "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": dict(sorted(places.items())),
+                "weight_map": dict(sorted(file_names.items())),
             }
             files[HF_INDEX] = json_bytes(table)
         return files
@@ -112,15 +118,15 @@ class HFPlan:
 def plan_hf(
     links: Sequence[Link], claims: Sequence[Mapping[str, Claim]], writes: Sequence[list[Write]]
 ) -> HFPlan:
-    """Assign each foreign tensor to a rank: one that writes all of it, else by bytes. Pure.
+    """Assign each foreign tensor to the rank that writes all of it, else by bytes. Pure.
 
     Args:
-        links: which foreign tensor holds which of ours.
-        claims: what each rank holds.
-        writes: what each rank would write, from ``plan_writes``.
+        links: each foreign tensor with the logical tensors that it holds.
+        claims: claims of each rank.
+        writes: boxes that each rank would write, from ``plan_writes``.
 
     Raises:
-        ValueError: if the weights are not those of the links.
+        ValueError: if the ranks' weights are not the logical tensors of the links.
     """
     ours = {
         name.removeprefix(_PREFIX): TensorEntry(claim.shape, claim.dtype, ())
@@ -140,7 +146,7 @@ def plan_hf(
                 rest[rank].append(one)
     owners = _owners(links, ours, boxes, len(writes))
     entries: list[list[PlannedTensor]] = [[] for _ in writes]
-    placed: list[tuple[int, int, Move[Write]]] = []
+    positioned_moves: list[tuple[int, int, Move[Write]]] = []
     load = [0] * len(writes)
     for number, (link, owner) in enumerate(zip(links, owners, strict=True)):
         entry = _entry(link, ours)
@@ -149,12 +155,12 @@ def plan_hf(
             size = DTYPE_BYTES[entry.dtype]
             for source, box in boxes.get(name, []):
                 move = Move(source, owner, prod(box[1]) * size, Write(_PREFIX + name, box))
-                placed.append((load[owner], number, move))
+                positioned_moves.append((load[owner], number, move))
         load[owner] += entry.num_bytes
     for mine in entries:
         mine.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])
     # Sorted by position in the owner's file, so that all owners receive in every round.
-    moves = [move for _, _, move in sorted(placed, key=lambda one: one[:2])]
+    moves = [move for _, _, move in sorted(positioned_moves, key=lambda one: one[:2])]
     return HFPlan(entries, moves, rest, _names(entries))
 
 
@@ -164,14 +170,14 @@ def assemble(
     """Assemble this rank's foreign tensors; all ranks of ``world`` call it.
 
     Args:
-        plan: equal on all ranks.
+        plan: plan of all ranks.
         live: memory of each box that this rank holds.
-        world: the ranks.
+        world: the ranks that save together.
         device: device of the communication.
 
     Returns:
-        The memory of each section of this rank's entries: local boxes in place, others on the
-        host.
+        The memory of each section of this rank's entries: boxes that this rank holds completely
+        are not copied, others are on the host.
     """
     sections = [
         (one, DTYPES[entry.dtype])

@@ -1,8 +1,8 @@
-"""Loads logical tensors into the shards of this rank, whatever layout saved them.
+"""Loads logical tensors of a checkpoint into this rank's shards, under any layout.
 
 Each rank reads the index, finds the chunks that intersect its boxes and reads those rows
-straight into its memory. Names, shapes and dtypes are compared before anything is read, and all
-differences listed; an error on one rank is raised on all.
+directly into its memory. Names, shapes and dtypes are compared before anything is read, and all
+differences are listed. An error on one rank is raised on all ranks.
 """
 
 import json
@@ -68,22 +68,22 @@ def load(
     fails, all raise; pieces may then be partly filled.
 
     Args:
-        folder: a step folder, a run folder for its latest step, or one of another format,
-            whose weights have the names ``model.<logical name>``.
+        folder: a step folder, a run folder for its latest step, or a folder of another format,
+            whose weights get the names ``model.<logical name>``.
         shards: logical name to pieces, which are written in place.
         world: the ranks that load together. A tensor of the checkpoint that none of them loads
-            is an error. Default: this rank alone loads all.
+            is an error. Default: this rank loads alone.
         strictness: treatment of names, shapes and dtypes that differ; by default all are
             errors, listed together.
         checksums: verify the bytes that are read, and all small files of the step.
-        cast: convert dtypes that differ, whatever ``strictness`` states.
+        cast: convert dtypes that differ, regardless of ``strictness``.
         ignore: prefixes of names in the checkpoint that need not be loaded, such as
             ``optimizer.``.
         share: whether a box that several ranks of a host need is read by one of them and sent
             to the others over ``world``. auto: for tensors on a GPU; on the CPU the system's
             file cache is faster.
-        adapter_base: Hugging Face folder of the base of PEFT's adapters; None: the one that
-            they name.
+        adapter_base: Hugging Face folder of the base model of PEFT adapters; None: the folder
+            named in the adapters' config.
 
     Returns:
         ``extra`` as saved; for another format the model's description.
@@ -100,31 +100,31 @@ def load(
             )
             if checksums and index.files:  # folders of other formats list none
                 check_files(folder, index, world.rank, world.size)
-            wanted = build_claims(shards)
-        gathered = gather_json([fingerprint, list(wanted)], world)
+            claims = build_claims(shards)
+        gathered = gather_json([fingerprint, list(claims)], world)
         if any(other != fingerprint for other, _ in gathered):
             raise CheckpointError(
-                f"ranks read different indices in {folder}: is it one shared folder?"
+                f"ranks read different indices in {folder}: give a folder that all hosts share."
             )
         names = {name for _, mine in gathered for name in mine}
-        held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
-        problems = name_problems(names, held)
+        stored = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
+        problems = name_problems(names, stored)
         with raise_on_all_ranks(world):
-            skipped = _check_wanted(folder, index, wanted, problems, strictness, cast=cast)
-        taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+            skipped = _check_wanted(folder, index, claims, problems, strictness, cast=cast)
+        loaded = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
         if world.size == 1 or share == "never":
             with raise_on_all_ranks(world):
-                _read(reader, taken, index.tensors, ())
+                _read(reader, loaded, index.tensors, ())
             return index.extra
         pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
         device = travel_device(pieces, world)
         shared: list[SharedBox] = []
         if share == "always" or device.type != "cpu":
-            shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
+            shared = _plan_shared({name: claims[name] for name in loaded}, index, world)
         from_others = {one.write for one in shared if world.rank in one.others}
         with raise_on_all_ranks(world):
-            _read(reader, taken, index.tensors, from_others)
-        _spread(shared, taken, world, device)
+            _read(reader, loaded, index.tensors, from_others)
+        _spread(shared, loaded, world, device)
         return index.extra
 
 
@@ -132,11 +132,11 @@ def load(
 def opened_checkpoint(
     folder: Path, *, checksums: bool = True, adapter_base: Path | None = None
 ) -> Iterator[tuple[Index, Reader, int]]:
-    """Open a step of ours, or a folder of another format like one.
+    """Open a step of mcore, or a folder of another format as one.
 
-    Returns:
-        The index, a reader of its chunks, and a number that is equal on ranks that see the
-        same folder.
+    Yields:
+        The index, a reader of its chunks, and a hash that is equal on ranks that see the same
+        folder.
 
     Raises:
         ValueError: as ``read_index``, or if no family here can express the folder's model.
@@ -159,11 +159,11 @@ def opened_checkpoint(
 
 
 def num_file_threads() -> int:
-    """Threads by which a rank reads or writes: one for each core it may run on, 4 to 16.
+    """Return the number of threads that read or write files: one for each core, 4 to 16.
 
-    Ranks of a host without CPU affinity each count all cores, and share them.
-    A core computes the checksums of 1 to 2 GB/s, which is less than memory and most disks give;
-    with few cores, one thread waits for the disk while others compute and copy.
+    Without CPU affinity each rank of a host counts all cores. A core computes checksums of
+    1 to 2 GB/s, less than memory and most disks deliver, so threads run in parallel. With few
+    cores, one thread waits for the disk while others compute and copy.
     """
     has_affinity = hasattr(os, "sched_getaffinity")  # macOS lacks it
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -171,18 +171,18 @@ def num_file_threads() -> int:
 
 
 def describe_checkpoint(folder: str | Path, adapter_base: Path | None = None) -> Index:
-    """Return the index of a step, or the equivalent one of a folder of another format.
+    """Return the index of a step, or an equivalent index of a folder of another format.
 
     Args:
-        folder: a run folder, a step folder, or one of another format.
+        folder: a run folder, a step folder, or a folder of another format.
         adapter_base: see ``load``.
 
     Raises:
         ValueError: if there is no checkpoint.
         CheckpointError: if files are missing or damaged.
     """
-    found = resolve_folder(folder, takes_any=True)
-    with opened_checkpoint(found, adapter_base=adapter_base) as (index, _, _):
+    step = resolve_folder(folder, takes_any=True)
+    with opened_checkpoint(step, adapter_base=adapter_base) as (index, _, _):
         return index
 
 
@@ -198,46 +198,48 @@ def _check_wanted(
     """Compare this rank's claims with the index.
 
     Returns:
-        The tensors to skip because of another shape, with a sentence each.
+        A message for each tensor that is skipped because its shape differs, by name.
     """
-    missing, unasked = names
+    missing, unexpected = names
     problems = [
         *_answer(strictness.on_missing, "missing in the checkpoint", missing),
-        *_answer(strictness.on_unexpected, "in the checkpoint, not in the model", unasked),
+        *_answer(strictness.on_unexpected, "in the checkpoint, not in the model", unexpected),
     ]
-    ways = ["--dist-ckpt-strictness log_all"] * bool(problems)
+    remedies = ["--dist-ckpt-strictness log_all"] * bool(problems)
     skipped: Mapping[str, str] = {}
-    found = load_differences(wanted, index.tensors)
-    problems += found.faults
+    differences = load_differences(wanted, index.tensors)
+    problems += differences.faults
     if strictness.dist_ckpt_shape_mismatch == "skip":
-        skipped = found.shapes
+        skipped = differences.shapes
         _answer("log", "not loaded", list(skipped.values()))
     else:
-        problems += found.shapes.values()
-        ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
+        problems += differences.shapes.values()
+        remedies += ["--dist-ckpt-shape-mismatch skip"] * bool(differences.shapes)
     if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
-        _answer("log", "cast", list(found.dtypes.values()))
+        _answer("log", "cast", list(differences.dtypes.values()))
     elif not cast:
-        problems += found.dtypes.values()
-        ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
+        problems += differences.dtypes.values()
+        remedies += ["--dist-ckpt-dtype-mismatch cast"] * bool(differences.dtypes)
     if problems:
-        advice = f"\nEverything else is loaded with {' and '.join(ways)}." if ways else ""
+        advice = (
+            f"\nEverything else is loaded with {' and '.join(remedies)}." if remedies else ""
+        )
         raise ValueError(f"cannot load {folder}: {listed(problems)}{advice}")
     return skipped
 
 
 def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[SharedBox]:
-    """Choose the boxes that one rank of a host reads for others; all-gathers over ``world``."""
+    """Return the boxes that one rank of a host reads for others; all-gathers over ``world``."""
     table = {name: claim.to_json() for name, claim in wanted.items()}
-    every = gather_json([socket.gethostname(), table], world)
-    claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
-    return plan_sharing(claims, [host for host, _ in every], index.tensors.keys())
+    gathered = gather_json([socket.gethostname(), table], world)
+    claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in gathered]
+    return plan_sharing(claims, [host for host, _ in gathered], index.tensors.keys())
 
 
 def _spread(
     shared: Sequence[SharedBox], shards: Mapping[str, Shard], world: Axis, device: torch.device
 ) -> None:
-    """Send boxes that one rank has read to the other ranks that need them."""
+    """Send the shared boxes from the ranks that read them to the ranks that need them."""
     live = {
         Write(name, piece_box(piece)): piece.data
         for name, shard in shards.items()
@@ -257,7 +259,7 @@ def _spread(
 
 
 def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
-    """Return the problems that are errors at this level; log those that are logged."""
+    """Return the problems if ``level`` is raise; log the problems if it is log."""
     sentences = [f"{kind}: {problem}" for problem in problems]
     if sentences and level == "log":
         log.warning("%s", listed(sentences))
@@ -273,14 +275,14 @@ def read_tensor(
         folder: a step folder.
         name: logical name as saved, ``model.final_norm.weight``.
         checksums: verify the bytes that are read.
-        index: of the folder, if it was read before.
+        index: index of the folder if the caller has read it, else None.
 
     Raises:
         ValueError: if the checkpoint has no such tensor; names similar ones.
     """
     tensors = (index or read_index(folder)).tensors
     if name not in tensors:
-        raise ValueError(f"{folder} holds no {name_problems([name], tensors)[0][0]}")
+        raise ValueError(f"{folder} does not hold {name_problems([name], tensors)[0][0]}")
     entry = tensors[name]
     whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     with Reader(as_path(folder), checksums=checksums) as reader:
@@ -309,7 +311,7 @@ def _read(
         target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
         reader.read(name, tensors[name], chunk, box, target)
 
-    # In file order, which is fastest for disks and their read-ahead.
+    # Reads in file order are the fastest for disks and their read-ahead.
     jobs.sort(key=lambda job: (job[1].file, job[1].offset))
     with ThreadPoolExecutor(num_file_threads()) as pool:
         waiting = [pool.submit(read_one, *job) for job in jobs]

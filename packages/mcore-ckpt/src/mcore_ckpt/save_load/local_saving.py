@@ -1,10 +1,10 @@
-"""Checkpoints on the local disks of hosts, through nvidia-resiliency-ext: fast, for one layout.
+"""Fast checkpoints on the local disks of hosts, through nvidia-resiliency-ext, for one layout.
 
-Each rank saves its shards to a disk of its own host, and copies of shards of ranks on other
-hosts, so that a job that lost a host resumes from minutes ago. The package decides which
-iteration is complete, who keeps whose copy and what is deleted. Files are ours, an index and
-safetensors, where the package's manager would pickle; the retrieval of a copy is ours too,
-since the package sends copies through GPUs only. Nothing here reshards; ``save`` does.
+Each rank saves its shards to a disk of its host, and copies of shards of ranks on other hosts,
+so that a job that lost a host resumes from a few minutes before. The package decides which
+iteration is complete, which rank keeps which copy and what is deleted. This module replaces the
+package's pickle files by an index and safetensors, and its retrieval of copies, which needs
+GPUs. Local checkpoints are not resharded; those of ``save`` are.
 
 Reference:
     https://nvidia.github.io/nvidia-resiliency-ext (local checkpointing)
@@ -51,7 +51,7 @@ class LocalSaver:
     """Saves to and loads from local disks; all ranks call every method together."""
 
     def __init__(self, config: LocalConfig, world: Axis) -> None:
-        """Open this rank's folder; create groups for copies if ``config`` has any.
+        """Open this rank's folder; create process groups for copies if ``config`` has copies.
 
         Args:
             config: folder, and number of copies.
@@ -92,64 +92,70 @@ class LocalSaver:
         package's groups.
 
         Args:
-            step: must be above the newest.
+            step: iteration, above the newest saved one.
             shards: logical name to this rank's shards.
-            extra: JSON to save with them.
+            extra: JSON to save with the shards.
 
         Raises:
-            ValueError: if the step is no newer, or shards contradict their pieces.
-            CheckpointError: on all ranks, if one could not write; the previous step stays.
+            ValueError: if the step is not newer, or shards contradict their pieces.
+            CheckpointError: on all ranks, if one rank could not write; the previous step stays.
         """
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         newest = self.latest()
         with raise_on_all_ranks(self._world):
             build_claims(shards)
             if newest is not None and step <= newest:
-                raise ValueError(f"local step {newest} exists: step {step} is not newer.")
-        self._files.failure, refusal = "", ""
+                raise ValueError(
+                    f"local step {newest} exists: step {step} is not newer. Use a later step."
+                )
+        self._files.failure, manager_error = "", ""
         try:
             self._manager.save(_State.of(shards, extra or {}), step)
-        except Exception as error:  # noqa: BLE001 - the package's own; raised again below
-            refusal = str(error)
+        except Exception as error:  # noqa: BLE001 - an error of the package, raised again below
+            manager_error = str(error)
         reports = gather_json(self._files.failure, self._world)
         faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
-        if refusal:
-            raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
+        if manager_error:
+            raise CheckpointError(f"local step {step} was not saved: {faults or manager_error}")
         if faults:
-            log.warning("local step %s is complete, but lacks copies: %s", step, faults)
-        took_s = time.monotonic() - began_s
-        log.info("saved local step %s to %s in %.1f s", step, self._files.folder, took_s)
+            log.warning(
+                "local step %s is complete, but some copies are missing: %s", step, faults
+            )
+        duration_s = time.monotonic() - started_s
+        log.info("saved local step %s to %s in %.1f s", step, self._files.folder, duration_s)
 
     def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
-        """Fill this rank's pieces from the newest step, from any host that has a copy.
+        """Fill this rank's pieces from the newest step, read from any host that has a copy.
 
         A copy on another host is sent to this rank in rounds of bounded size, over gloo if the
-        world has it.
+        world has a gloo group.
 
         Args:
-            shards: as they were saved: same ranks, same pieces.
+            shards: shards with the same pieces on the same ranks as when they were saved.
 
         Returns:
             ``extra`` as saved.
 
         Raises:
             ValueError: if there is no step, or it was saved under another layout.
-            CheckpointError: if files are damaged; the shards may then hold a part of what was
-                read.
+            CheckpointError: if files are damaged; the shards may then be partly filled.
         """
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         newest = self.latest()
         if newest is None:
-            raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
-        mine = _State.of(shards, {})
-        state = self._fetch(newest, mine)
+            raise ValueError(
+                f"{self._files.folder} holds no local checkpoint that is complete on all "
+                "ranks: load a checkpoint of --save instead."
+            )
+        own_state = _State.of(shards, {})
+        state = self._fetch(newest, own_state)
         with raise_on_all_ranks(self._world):
-            mine.check_same(state.keys)
-            if state is not mine:
-                for target, source in zip(mine.tensors, state.tensors, strict=True):
+            own_state.check_same(state.keys)
+            if state is not own_state:
+                for target, source in zip(own_state.tensors, state.tensors, strict=True):
                     target.copy_(source)
-        took_s = time.monotonic() - began_s
-        log.info("read local step %s from %s in %.1f s", newest, self._files.folder, took_s)
+        duration_s = time.monotonic() - started_s
+        log.info("read local step %s from %s in %.1f s", newest, self._files.folder, duration_s)
         return state.extra
 
     def _fetch(self, step: int, mine: "_State") -> "_State":
@@ -160,26 +166,26 @@ class LocalSaver:
         """
         world = self._world
         held = gather_json(self._files.owners(step), world)
-        # The first rank with a copy sends it, only to an owner without its own.
+        # The first rank with a copy sends the copy to an owner whose disk does not have it.
         ranks = range(world.size)
-        keepers = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
-        givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
+        holders = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
+        senders = [owner if owner in holders[owner] else holders[owner][0] for owner in ranks]
         with raise_on_all_ranks(world):
-            owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
-            given = {
+            owners = [owner for owner, sender in enumerate(senders) if sender == world.rank]
+            states = {
                 owner: self._files.read(step, owner, mine if owner == world.rank else None)
                 for owner in owners
             }
-        hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
+        headers = {o: [s.keys, s.extra] for o, s in states.items() if o != world.rank}
         reports = {
-            int(o): what for each in gather_json(hollow, world) for o, what in each.items()
+            int(o): what for each in gather_json(headers, world) for o, what in each.items()
         }
-        if world.rank not in given:
+        if world.rank not in states:
             mine = _State.empty(*reports[world.rank])
-        tensors = {owner: list(state.tensors) for owner, state in given.items()}
+        tensors = {owner: list(state.tensors) for owner, state in states.items()}
         tensors[world.rank] = list(mine.tensors)
         moves = [
-            Move(givers[owner], owner, num_bytes, (owner, number))
+            Move(senders[owner], owner, num_bytes, (owner, number))
             for owner, (keys, _) in sorted(reports.items())
             for number, num_bytes in enumerate(_State.sizes(keys))
             if num_bytes
@@ -208,16 +214,16 @@ class _State:
         self, keys: Sequence[Sequence[Any]], tensors: Iterable[Tensor], extra: Mapping[str, Any]
     ) -> None:
         self.keys = list(keys)
-        """Of each piece: name, global shape, dtype, offsets and lengths."""
+        """Name, global shape, dtype, offsets and lengths of each piece."""
         self.extra = dict(extra)
         self.is_hollow = False
         self._tensors = list(tensors)
 
     @classmethod
     def empty(cls, keys: Sequence[Sequence[Any]], extra: Mapping[str, Any]) -> "_State":
-        """Allocate pieces that another rank describes."""
-        ours = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
-        state = cls(ours, [], extra)
+        """Return a state with new memory for pieces that another rank describes."""
+        typed_keys = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
+        state = cls(typed_keys, [], extra)
         state.init_tensors()
         return state
 
@@ -238,7 +244,7 @@ class _State:
         return iter(self._tensors)
 
     def pop_tensors(self) -> list[Tensor]:
-        # They are sent next, which requires contiguous tensors.
+        # The package sends these tensors next, which requires them to be contiguous.
         tensors = [tensor.contiguous() for tensor in self._tensors]
         self._tensors, self.is_hollow = [], True
         return tensors
@@ -253,16 +259,16 @@ class _State:
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: ARG002
-        # The files' threads copy slab by slab, on streams of their own.
+        # The threads that write the files copy slab by slab, each on its stream.
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: ARG002
-        # They are where they were read to.
+        # Tensors were read to their final device.
         assert not self.is_hollow
 
     def check_same(self, keys: Sequence[Sequence[Any]]) -> None:
-        """Raise ValueError unless ``keys`` are this state's."""
+        """Raise ValueError unless ``keys`` describe the pieces of this state."""
         if self.keys != list(keys):
             raise ValueError(
                 "the local checkpoint was saved under another layout or of another model, and "
@@ -294,7 +300,7 @@ class _Files:
         ]
 
     def write(self, state: _State, iteration: int, rank: int) -> None:
-        """Write one checkpoint; keep an error for later, since the package waits for all."""
+        """Write one checkpoint; store an error in ``failure``, as the package waits for all."""
         folder = self.where(iteration, rank)
         try:
             remove(folder)
@@ -320,7 +326,7 @@ class _Files:
         target.check_same(keys)
         target.extra = dict(index.extra)
         pairs = zip(jobs, target.tensors, strict=True)
-        # The largest first, so that all threads end at about the same time.
+        # The largest tensors first, so that all threads end at about the same time.
         largest = sorted(pairs, key=lambda pair: -pair[1].nbytes)
         with Reader(folder) as reader, ThreadPoolExecutor(num_file_threads()) as pool:
             reads = [
@@ -346,7 +352,8 @@ def _write(folder: Path, state: _State) -> None:
             zip(state.keys, state.tensors, strict=True)
         )
     ]
-    # Each file has its thread. The largest piece first, each to the file with the fewest bytes.
+    # One thread writes each file. Pieces, the largest first, go to the file with the fewest
+    # bytes so far.
     num_files = num_file_threads()
     contents: list[list[int]] = [[] for _ in range(num_files)]
     sizes = [0] * num_files
@@ -360,15 +367,17 @@ def _write(folder: Path, state: _State) -> None:
             lambda file, numbers: write_file(folder / file, [items[n] for n in numbers]),
             *(files, contents),
         )
-        entries, places = {}, {}
+        entries, sections = {}, {}
         for file, numbers, result in zip(files, contents, written, strict=True):
             entries[file] = result.entry
-            places |= {n: (file, s) for n, s in zip(numbers, result.sections, strict=True)}
+            sections |= {n: (file, s) for n, s in zip(numbers, result.sections, strict=True)}
     chunks: dict[str, tuple[TensorEntry, list[StoredBox]]] = {}
     for number, (name, shape, dtype, offsets, lengths) in enumerate(state.keys):
-        file, place = places[number]
+        file, section = sections[number]
         entry = TensorEntry(tuple(shape), names[dtype], ())
-        chunk = StoredBox(file, place.offset, tuple(offsets), tuple(lengths), place.checksums)
+        chunk = StoredBox(
+            file, section.offset, tuple(offsets), tuple(lengths), section.checksums
+        )
         chunks.setdefault(name, (entry, []))[1].append(chunk)
     tensors = {
         name: TensorEntry(entry.shape, entry.dtype, tuple(mine))
@@ -379,7 +388,7 @@ def _write(folder: Path, state: _State) -> None:
 
 
 def _manager(files: _Files, config: LocalConfig) -> Any:
-    """Build the package's manager over our files.
+    """Return the package's manager, with its file operations done by ``files``.
 
     Raises:
         ValueError: if the package is missing.
@@ -399,7 +408,7 @@ def _manager(files: _Files, config: LocalConfig) -> Any:
         )
 
     class Manager(managers.BaseCheckpointManager):
-        """The package's manager with its file operations done by ``files``."""
+        """Checkpoint manager of the package that reads and writes by ``files``."""
 
         def _my_ckpt_ids(self) -> list[Id]:
             whole = [(step, rank) for step, rank, path in files.all() if is_complete(path)]

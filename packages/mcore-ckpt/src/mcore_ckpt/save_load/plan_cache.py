@@ -1,4 +1,4 @@
-"""A plan of which rank writes which box, reused while ranks hold the same shards."""
+"""Keeps the plan of a save, which assigns boxes to ranks, while ranks hold the same shards."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from mcore_parallel.sharding import Shard
 
 
 class PlanCache:
-    """The last plan of ranks that save repeatedly.
+    """Plans saves, and reuses the last plan while no rank's shards change.
 
-    Ranks exchange a hash of what they hold, and plan again only if one hash has changed. A
-    model with many experts has ten thousand tensors: unchanged tensor objects of unchanged
-    shape are not described again. Replicas are compared once for a plan, at its first save,
-    which reads all of them once.
+    Ranks exchange a hash of their claims, and plan again only if a hash has changed. Claims of
+    unchanged shard objects of unchanged shape are reused, since a model with many experts has
+    ten thousand tensors. Replicas are compared once for each plan, at its first save, which
+    reads all of them.
     """
 
     def __init__(self) -> None:
@@ -32,17 +32,17 @@ class PlanCache:
         self._is_compared = False
 
     def claims(self, shards: Mapping[str, Shard]) -> dict[str, Claim]:
-        """Describe what this rank holds like ``build_claims``; no communication.
+        """Return this rank's claims as ``build_claims`` does; no communication.
 
         Raises:
             ValueError: as ``build_claims``.
         """
         known = {}
         for name, shard in shards.items():
-            one = self._known.get(name)
-            if one is None or one[0]() is not shard or _is_reshaped(shard):
-                one = ref(shard), build_claim(name, shard)
-            known[name] = one
+            cached = self._known.get(name)
+            if cached is None or cached[0]() is not shard or _is_reshaped(shard):
+                cached = ref(shard), build_claim(name, shard)
+            known[name] = cached
         self._known = known
         return {name: claim for name, (_, claim) in known.items()}
 
@@ -63,7 +63,7 @@ class PlanCache:
     def plan(
         self, claims: Mapping[str, Claim], world: Axis
     ) -> tuple[list[dict[str, Claim]], list[list[Write]]]:
-        """Return what every rank holds and writes; communicates over ``world``.
+        """Return every rank's claims and the boxes it writes; communicates over ``world``.
 
         Raises:
             ValueError: as ``plan_writes``, on all ranks.
@@ -76,10 +76,10 @@ class PlanCache:
         keys = gather_json(self._key, world)
         if keys != self._keys:
             tables = gather_json({n: claim.to_json() for n, claim in claims.items()}, world)
-            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in tables]
-            self._plan = (every, plan_writes(every))
-            own = self._plan[1][world.rank]
-            self._entries = [_entry(one, claims[one.name]) for one in own]
+            all_claims = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in tables]
+            self._plan = (all_claims, plan_writes(all_claims))
+            own_writes = self._plan[1][world.rank]
+            self._entries = [_entry(one, claims[one.name]) for one in own_writes]
             self._keys, self._is_compared = keys, False
         return self._plan
 

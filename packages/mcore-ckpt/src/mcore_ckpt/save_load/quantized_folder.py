@@ -15,13 +15,13 @@ from mcore_ckpt.formats.sources import opened
 
 
 class QuantizedFolder:
-    """A Hugging Face folder of quantized weights: layout and scales of each of our matrices."""
+    """Layouts and scales of logical matrices in a Hugging Face folder of quantized weights."""
 
-    def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
+    def __init__(self, source: OpenCheckpoint, widened: WidenedRows) -> None:
         self._widened = widened
         self._places = {
             name: (link, number)
-            for link in found.links
+            for link in source.links
             for number, name in enumerate(link.ours)
         }
 
@@ -42,26 +42,26 @@ class QuantizedFolder:
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """Read the scales of keys and values in an fp8 cache, by layer."""
-        held, found = self._widened.kv_scales(), {}
+        stored, scales_by_layer = self._widened.kv_scales(), {}
         for name, (link, _) in self._places.items():
             layer, _, rest = name.removeprefix("blocks.").partition(".")
             if rest != "attention.qkv.k.weight":
                 continue
             prefix = link.theirs.removesuffix("k_proj.weight")
-            if f"{prefix}{KV_SCALES[0]}" in held:
-                k, v = (held[f"{prefix}{scale}"].item() for scale in KV_SCALES)
-                found[int(layer)] = (k, v)
-        return found
+            if f"{prefix}{KV_SCALES[0]}" in stored:
+                k, v = (stored[f"{prefix}{suffix}"].item() for suffix in KV_SCALES)
+                scales_by_layer[int(layer)] = (k, v)
+        return scales_by_layer
 
 
 @contextmanager
 def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
-    """Open a Hugging Face folder for its scales; yields None if it keeps no codes.
+    """Open a Hugging Face folder for its codes and scales; yield None if it has no codes.
 
     Raises:
         ValueError: as ``opened_foreign``.
-        CheckpointError: likewise.
+        CheckpointError: as ``opened_foreign``.
     """
-    with opened("hf", folder) as found:
-        widened = found.theirs
-        yield QuantizedFolder(found, widened) if isinstance(widened, WidenedRows) else None
+    with opened("hf", folder) as source:
+        widened = source.theirs
+        yield QuantizedFolder(source, widened) if isinstance(widened, WidenedRows) else None

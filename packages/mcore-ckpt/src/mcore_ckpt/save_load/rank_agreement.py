@@ -1,7 +1,7 @@
-"""Agreement between ranks: exchange of JSON, and errors raised on all ranks; no pickle.
+"""Exchange of JSON between ranks without pickle, and errors that are raised on all ranks.
 
-A rank that raises alone leaves the others waiting in their next collective. Work that can fail
-on one rank therefore runs inside ``raise_on_all_ranks``, which ends with an exchange of all
+If one rank raises alone, the others wait in their next collective. Work that can fail on one
+rank therefore runs inside ``raise_on_all_ranks``, which ends with an exchange of all
 ranks' errors.
 """
 
@@ -51,8 +51,8 @@ def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]
     """Start ``any_rank``; the returned function waits for its result."""
     if axis.size == 1:
         return lambda: list(flags)
-    mine = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
-    answers = start_all_reduce(mine, axis)
+    own_flags = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
+    answers = start_all_reduce(own_flags, axis)
     return lambda: [count > 0 for count in wait(answers).tolist()]
 
 

@@ -1,10 +1,10 @@
 """Checks that boxes held by several ranks are equal, before one of the copies is written.
 
-A plan identifies boxes by name and region, and writes each once. Two stages that name different
-layers alike, ranks with different seeds or unsynchronized ranks look like replicas to the plan,
-and all but one of their boxes would be lost silently. Digests of 64 bits are therefore
-compared; boxes are sent only where digests differ, to tell copies that drifted by rounding from
-different data.
+A plan identifies boxes by name and region, and writes each once. Pipeline stages that give
+different layers one name, ranks with different seeds and unsynchronized ranks would look like
+replicas, and all but one of their boxes would be lost silently. Ranks therefore compare digests
+of 64 bits. Boxes are sent only if digests differ, to distinguish copies that drifted by
+rounding from different data.
 """
 
 import logging
@@ -29,8 +29,9 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 ROUNDING = 0.05
-"""Share of a box's largest magnitude by which copies that ranks update separately may differ:
-far above the effect of orders of summation, far below that of other data or layers."""
+"""Largest difference of copies that ranks update separately, relative to a box's largest
+magnitude: far above the effect of the order of summation, far below that of different data or
+layers."""
 
 _PART_BYTES = 1 << 26
 _MOST_NAMED = 12
@@ -39,22 +40,22 @@ _MOST_NAMED = 12
 def compare_replicas(
     claims: Sequence[Mapping[str, Claim]], shards: Mapping[str, Shard], world: Axis
 ) -> None:
-    """Check that boxes held by several ranks, or twice by one, are equal.
+    """Check that boxes held by several ranks, or twice by one rank, are equal.
 
-    Reads them once, in place, and waits for the device; one all-reduce of 16 bytes a box over
-    ``world``, which all ranks call. Boxes are sent only if digests differ. Of boxes that are
-    split differently, such as sharded moments of a tied embedding on two stages, the parts
-    common to a box of either are compared.
+    Reads the boxes once, in place, and waits for the device; one all-reduce of 16 bytes per box
+    over ``world``. Boxes are sent only if digests differ. If two holders split a tensor
+    differently, such as sharded moments of a tied embedding on two stages, the intersections of
+    their boxes are compared.
 
     Args:
         claims: claims of all ranks, equal on all ranks.
-        shards: what this rank holds.
-        world: the ranks.
+        shards: shards of this rank.
+        world: the ranks that save together; all call this function.
 
     Raises:
         ValueError: on all ranks, with boxes and ranks that differ. Floating-point boxes within
             ``ROUNDING`` of each other are logged instead.
-        RuntimeError: on all ranks, if one cannot read its memory.
+        RuntimeError: on all ranks, if one rank cannot read its memory.
     """
     common = _held_twice(claims)
     if not common:
@@ -63,34 +64,34 @@ def compare_replicas(
     digests: list[int] = []
     with raise_on_all_ranks(world):  # a device may be out of memory
         digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
-    own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
-    unlike = _unlike(own, len(common), world)
-    if not unlike:
+    own_digests = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
+    unequal = _unlike(own_digests, len(common), world)
+    if not unequal:
         return
     device = travel_device((box for boxes in held.values() for box in boxes), world)
     is_far = any(
         _is_far(common[number], held.get(number, []), claims, world, device)
-        for number in unlike
+        for number in unequal
     )
     reports = gather_json(
-        {number: own.get(number, []) for number in unlike[:_MOST_NAMED]}, world
+        {number: own_digests.get(number, []) for number in unequal[:_MOST_NAMED]}, world
     )
     sentences = [
         f"{_name(common[number], claims)}: unlike on {_groups(number, reports)}"
-        for number in unlike[:_MOST_NAMED]
+        for number in unequal[:_MOST_NAMED]
     ]
-    sentences += [_name(common[number], claims) for number in unlike[_MOST_NAMED:]]
+    sentences += [_name(common[number], claims) for number in unequal[_MOST_NAMED:]]
     if is_far:
         raise ValueError(
             f"cannot save different data that ranks hold under one name: {listed(sentences)}\n"
-            "Only one of them would be saved. Copies must be equal: seed torch alike before "
-            "the model is made, and sum gradients over the ranks that share it. Different "
-            "tensors need different names: of layers, by their number in the whole model; of "
-            "data private to a rank, with the rank. Or let one rank alone name it."
+            "Only one copy would be saved. Copies must be equal: seed torch equally before the "
+            "model is built, and sum gradients over the ranks that share a tensor. Different "
+            "tensors need different names: number layers over the whole model, and put the "
+            "rank into names of data private to a rank. Or give the tensor on one rank only."
         )
     log.warning(
-        "copies differ by rounding, and one of each is saved, so that a run resumed from here "
-        "is not bitwise this one: %s",
+        "copies differ by rounding, and one of them is saved: a run that resumes from this "
+        "step will not equal this run bit by bit: %s",
         listed(sentences),
     )
 
@@ -115,39 +116,40 @@ def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
 
 
 def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, list[Tensor]]:
-    """Return the memory of boxes by their number in the list."""
-    wanted: dict[str, list[tuple[int, Box]]] = {}
+    """Return this rank's copies of each box, by the box's number in ``common``."""
+    boxes_by_name: dict[str, list[tuple[int, Box]]] = {}
     for number, write in enumerate(common):
-        wanted.setdefault(write.name, []).append((number, write.box))
+        boxes_by_name.setdefault(write.name, []).append((number, write.box))
     held: dict[int, list[Tensor]] = {}
     for name, shard in shards.items():
         for piece in shard.pieces:
-            whole = tuple(piece.offsets), tuple(piece.lengths)
-            for number, box in wanted.get(name, []):
-                if intersect(whole, box) == box:
+            piece_region = tuple(piece.offsets), tuple(piece.lengths)
+            for number, box in boxes_by_name.get(name, []):
+                if intersect(piece_region, box) == box:
                     inside = narrowed(piece.data.detach(), shifted(box, piece.offsets))
                     held.setdefault(number, []).append(inside)
     return held
 
 
 def _on_host(numbers: Sequence[Tensor]) -> list[int]:
-    """Copy numbers of any devices to the host; waits once for each device."""
-    found = [0] * len(numbers)
+    """Return the values of scalar tensors; waits once for each device."""
+    values_by_number = [0] * len(numbers)
     for device in {number.device for number in numbers}:
-        places = [i for i, number in enumerate(numbers) if number.device == device]
-        values = torch.stack([numbers[i] for i in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            found[place] = value
-    return found
+        positions = [i for i, number in enumerate(numbers) if number.device == device]
+        values = torch.stack([numbers[i] for i in positions]).tolist()
+        for position, value in zip(positions, values, strict=True):
+            values_by_number[position] = value
+    return values_by_number
 
 
-def _unlike(own: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[int]:
-    """Return the boxes whose digests differ, by the maximum and minimum over all ranks."""
-    least = torch.iinfo(torch.int64).min
-    ends = torch.full((2, count), least, dtype=torch.int64)
-    for number, digests in own.items():
-        ends[0, number], ends[1, number] = max(digests), ~min(digests)
-    high, low = all_reduce(ends.to(host_device(world)), world, "max").cpu()
+def _unlike(own_digests: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[int]:
+    """Return the numbers of the boxes whose digests differ; one all-reduce over ``world``."""
+    # One maximum gives both ends: max(~x) is ~min(x). Ranks without a box add the smallest int.
+    smallest = torch.iinfo(torch.int64).min
+    extremes = torch.full((2, count), smallest, dtype=torch.int64)
+    for number, digests in own_digests.items():
+        extremes[0, number], extremes[1, number] = max(digests), ~min(digests)
+    high, low = all_reduce(extremes.to(host_device(world)), world, "max").cpu()
     return (high != ~low).nonzero().view(-1).tolist()
 
 
@@ -158,7 +160,10 @@ def _is_far(
     world: Axis,
     device: torch.device,
 ) -> bool:
-    """Send the first holder's box to all others, which compare; equal on all ranks."""
+    """Whether copies of a box differ by more than rounding; equal on all ranks.
+
+    The first holder sends its box to the other holders, which compare.
+    """
     ranks = [
         rank
         for rank, held in enumerate(claims)
@@ -176,8 +181,8 @@ def _is_far(
             gap.widen(narrowed(mine[0], part), narrowed(other, part))
 
     def take(part: Box, content: Tensor) -> None:
-        there = content.view(mine[0].dtype).view(part[1])
-        gaps[0].widen(narrowed(mine[0], part), there)
+        received = content.view(mine[0].dtype).view(part[1])
+        gaps[0].widen(narrowed(mine[0], part), received)
 
     moves = [
         Move(ranks[0], rank, prod(part[1]) * size, part) for part in parts for rank in ranks[1:]
@@ -193,14 +198,14 @@ class _Gap:
         self._apart = self._largest = 0.0
 
     def widen(self, a: Tensor, b: Tensor) -> None:
-        """Add parts; values that are not floating-point and differ are infinitely far apart."""
+        """Add the difference of two parts; for values that are not floating-point, infinity."""
         if not a.is_floating_point():
             self._apart = inf
             return
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
         x, y = a.to(wide), b.to(a.device, wide)
-        apart = (x - y).abs().nan_to_num(nan=inf, posinf=inf)
-        self._apart = max(self._apart, apart.max().item())
+        difference = (x - y).abs().nan_to_num(nan=inf, posinf=inf)
+        self._apart = max(self._apart, difference.max().item())
         self._largest = max(self._largest, x.abs().max().item(), y.abs().max().item())
 
     @property

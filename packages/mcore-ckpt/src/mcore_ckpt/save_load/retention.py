@@ -1,7 +1,7 @@
-"""Deletes old steps: keeps the newest few, and every n-th permanently.
+"""Deletes old steps: keeps the newest ones, and multiples of an interval permanently.
 
-Only steps below the latest durable one are deleted; never the step that the pointer names,
-never a newer one, never a release.
+Only steps below the latest durable step are deleted; never the step that the tracker names, a
+newer step or a release.
 """
 
 import logging
@@ -21,22 +21,22 @@ log = logging.getLogger(__name__)
 
 
 def dispensable(steps: list[int], latest: int, config: RetentionConfig) -> list[int]:
-    """Return the steps to delete. Pure."""
+    """Return the steps to delete, given all steps and the latest durable one. Pure."""
     if not config.save_retain_last:
         return []
     old = sorted(step for step in steps if step <= latest)
-    every = config.save_retain_interval
+    interval = config.save_retain_interval
     return [
         step
         for step in old[: -config.save_retain_last]
-        if step != latest and not (every and step % every == 0)
+        if step != latest and not (interval and step % interval == 0)
     ]
 
 
 def prune(run_folder: str | Path, config: RetentionConfig) -> list[int]:
-    """Delete steps beyond the retention, and remains of interrupted saves.
+    """Delete steps beyond the retention, and folders of interrupted saves.
 
-    Call it after ``save`` has returned, on one rank, with the folder's lock held.
+    One rank calls it after ``save`` has returned, while it holds the folder's lock.
 
     Returns:
         The steps that were deleted.
@@ -45,12 +45,12 @@ def prune(run_folder: str | Path, config: RetentionConfig) -> list[int]:
     latest = latest_step(run_folder)
     if not isinstance(latest, int) or not is_complete(step_folder(run_folder, latest)):
         return []
-    gone = dispensable(complete_steps(run_folder), latest, config)
-    for step in gone:
+    deleted = dispensable(complete_steps(run_folder), latest, config)
+    for step in deleted:
         remove(step_folder(run_folder, step))
     for folder in run_folder.glob("iter_*"):
         digits = folder.name.removeprefix("iter_")
         if digits.isdecimal() and int(digits) < latest and not is_complete(folder):
-            log.info("removing %s, left by an interrupted save", folder)
+            log.info("removing %s of an interrupted save", folder)
             remove(folder)
-    return gone
+    return deleted

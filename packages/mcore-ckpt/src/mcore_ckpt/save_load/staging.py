@@ -1,13 +1,12 @@
-"""Host memory from which a background save writes while training continues.
+"""Copies tensors to host memory, from which a background save writes while training continues.
 
-Copies from a GPU run on their own stream into pinned blocks, concurrently with kernels of the
-next step; copies of CPU tensors are made by the writing thread. The owner of the tensors calls
-``hold`` right before changing them. Blocks are kept between saves: one rank's share of memory,
-once.
+Copies from a GPU run on a separate stream into pinned blocks, concurrently with kernels of the
+next step; the writing thread copies CPU tensors. The owner of the tensors calls ``hold`` right
+before changing them. Blocks are kept between saves and hold one copy of a rank's share.
 
 Neighbours in one storage, such as stacked experts or moments in a bucket, are copied together,
-so that there are about as many copies as blocks rather than tensors: a launch costs 10 us, and
-a stream queues about a thousand before the caller waits for the device.
+so that the number of copies is about that of blocks rather than tensors: a launch costs 10 us,
+and after about a thousand queued launches the caller waits for the device.
 """
 
 import logging
@@ -54,7 +53,7 @@ class Copies:
         self._done = threading.Event()
 
     def hold(self) -> None:
-        """Order later changes of the tensors after the copies.
+        """Make later changes of the tensors wait for the copies.
 
         For GPU tensors the current stream waits, not the host.
         """
@@ -64,7 +63,7 @@ class Copies:
             torch.cuda.current_stream().wait_event(self._event)
 
     def finish(self) -> None:
-        """Wait until the bytes are on the host; makes the copies of CPU tensors.
+        """Copy CPU tensors, or wait for the copies of GPU tensors to arrive on the host.
 
         May run in a thread; repeated calls have no effect.
         """
@@ -82,10 +81,10 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor, or a box of one, that is copied in one piece."""
+    """A tensor, or a box of a tensor, that is copied in one piece."""
 
     number: int
-    """Number of the tensor."""
+    """Position of the tensor in the list to copy."""
     box: Box
     """Region of the tensor, contiguous in row-major order."""
     num_bytes: int
@@ -100,11 +99,11 @@ class _Run:
     """Memory copied at once: neighbours in a storage, or one strided part."""
 
     first: _Part
-    """Part at its beginning."""
+    """First part of the run."""
     block: int
     """Number of the target block."""
     place: int
-    """First byte in the block."""
+    """Position of the first byte in the block."""
     num_bytes: int
 
 
@@ -120,15 +119,15 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory that are allocated."""
         return sum(block.numel() for block in self._blocks)
 
     def start(self, tensors: Sequence[Tensor]) -> Copies:
-        """Start copying tensors; overwrites the previous copies.
+        """Start copying tensors to the host; overwrites the previous copies.
 
         Args:
-            tensors: any strides. GPU tensors may change after ``hold``; CPU tensors saved with
-                GPU tensors may change at once.
+            tensors: tensors of any strides. GPU tensors may change after ``hold``; CPU tensors
+                saved with GPU tensors may change at once.
 
         Raises:
             CheckpointError: if host memory is exhausted.
@@ -150,7 +149,7 @@ class Staging:
         return Copies(moves, self._parts, event)
 
     def _lie_as_before(self, sources: Sequence[Tensor]) -> bool:
-        """Whether the layout fits these tensors: equal sizes, and equal neighbours."""
+        """Whether the previous layout fits: equal shapes, strides, dtypes and addresses."""
         return len(sources) == len(self._layout) and all(
             address in (0, t.data_ptr())
             and (t.shape, t.stride(), t.dtype) == (shape, stride, dtype)
@@ -167,12 +166,14 @@ class Staging:
         )
 
     def _lay_out(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
-        """Assign every part and its neighbours to a position in the blocks."""
+        """Assign each part a position in the blocks; neighbours form a run."""
         parts = [part for number, one in enumerate(tensors) for part in _parts(number, one)]
         parts.sort(key=lambda part: (part.storage, part.address))
         self._runs, self._parts = [], [[] for _ in tensors]
         run = _Run(_Part(0, ((), ()), 0), 0, 0, 0)
         for part in parts:
+            # A part that follows the run keeps its distance to the run's first byte. Any other
+            # part starts at the next aligned byte, with its address modulo the alignment.
             if is_next := _is_next(part, run):
                 place = run.place + part.address - run.first.address
             else:
@@ -211,8 +212,8 @@ class Staging:
                 block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except RuntimeError as error:
                 raise CheckpointError(
-                    f"no room for a save in the background: {self.num_bytes / 2**30:.1f} GiB "
-                    "of host memory are taken, and more is needed. Leave --async-save out."
+                    f"host memory is exhausted by a background save, which holds "
+                    f"{self.num_bytes / 2**30:.1f} GiB and needs more: leave --async-save out."
                 ) from error
             self._blocks.append(block)
         return self._blocks[number]
@@ -236,9 +237,9 @@ def _parts(number: int, tensor: Tensor) -> list[_Part]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor that may have neighbours; 0: copied separately.
+    """Return the address of a tensor that may have neighbours; 0: it is copied separately.
 
-    A tensor that fills its storage, such as a random state read anew by each save, has no
+    A tensor that fills its storage, such as a random state that each save reads again, has no
     neighbours, and may move between saves without a new layout.
     """
     address, size = tensor.data_ptr(), tensor.element_size()
@@ -247,7 +248,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_next(part: _Part, run: _Run) -> bool:
-    """Whether a part directly follows a run in the same storage."""
+    """Whether a part follows a run in the same storage, with at most a small gap."""
     gap = part.address - run.first.address - run.num_bytes
     return 0 < part.storage == run.first.storage and 0 <= gap <= _GAP_BYTES
 

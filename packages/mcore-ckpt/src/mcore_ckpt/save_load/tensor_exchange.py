@@ -1,7 +1,7 @@
 """Moves boxes of tensors between ranks, in rounds of bounded size.
 
-Every rank has the same plan of all moves, so that only data is sent: one all-to-all a round.
-Boxes that stay on their rank are not copied.
+All ranks have the same list of moves, so that only data is sent, by one all-to-all a round. A
+box whose source and target are one rank is passed on without communication.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,9 +48,9 @@ class ExchangeDigests:
     """Digests of the bytes that a rank sent to, and received from, each rank."""
 
     sent: list[Tensor] = field(default_factory=list)
-    """A digest for each rank of the axis, of every round."""
+    """For each round, digests of the bytes sent to each rank of the axis."""
     received: list[Tensor] = field(default_factory=list)
-    """The same of the bytes that arrived."""
+    """For each round, digests of the bytes received from each rank."""
 
     def add(self, packed: Tensor, send: list[int], got: Tensor, receive: list[int]) -> None:
         """Compute the digests of one round; the host does not wait."""
@@ -58,7 +58,7 @@ class ExchangeDigests:
         self.received.append(torch.stack([digest(part) for part in got.split(receive)]))
 
     def damaged(self, world: Axis) -> list[int]:
-        """Return the ranks whose bytes arrived changed on this rank; one all-to-all."""
+        """Return the ranks whose bytes changed on the way to this rank; one all-to-all."""
         if not self.sent:
             return []
         # [rounds, ranks] -> [ranks, rounds]: row r goes to rank r, which compares it.
@@ -81,22 +81,22 @@ def exchange(
     """Execute moves; all ranks of ``world`` call it with the same list.
 
     Args:
-        moves: in the same order on all ranks.
+        moves: boxes to move, in the same order on all ranks.
         give: returns a box of this rank; called on the source rank.
-        take: receives the bytes of a box, 1-D, row-major; called on the target rank. It must
-            copy them: the memory is reused after it returns.
+        take: receives the bytes of a box, 1-D, row-major; called on the target rank. ``take``
+            must copy the bytes, as their memory is reused after it returns.
         world: the ranks; one all-to-all of bytes a round.
         device: device of the communication.
         round_bytes: bound of the bytes in flight.
-        digests: collects digests of what is sent and received; None: computes none.
+        digests: collects digests of the bytes sent and received; None: no digests.
     """
     for batch in rounds(moves, round_bytes):
         for move in batch:
             if move.source == move.target == world.rank:
                 take(move.key, _bytes(give(move.key)))
-        travelling = [move for move in batch if move.source != move.target]
-        if travelling:
-            _round(travelling, give, take, world, device, digests)
+        remote = [move for move in batch if move.source != move.target]
+        if remote:
+            _round(remote, give, take, world, device, digests)
 
 
 def travel_device(tensors: Iterable[Tensor], world: Axis) -> torch.device:
@@ -130,23 +130,25 @@ def _round(
     device: torch.device,
     digests: ExchangeDigests | None,
 ) -> None:
+    # The send buffer holds the boxes by target rank, the receive buffer by source rank, both in
+    # the order of `moves`: no rank needs to be told where a box lies.
     ranks = range(world.size)
-    out = [[m for m in moves if m.source == world.rank and m.target == r] for r in ranks]
-    come = [[m for m in moves if m.target == world.rank and m.source == r] for r in ranks]
-    send = [sum(move.room_bytes for move in mine) for mine in out]
-    receive = [sum(move.room_bytes for move in mine) for mine in come]
+    outgoing = [[m for m in moves if m.source == world.rank and m.target == r] for r in ranks]
+    incoming = [[m for m in moves if m.target == world.rank and m.source == r] for r in ranks]
+    send = [sum(move.room_bytes for move in of_rank) for of_rank in outgoing]
+    receive = [sum(move.room_bytes for move in of_rank) for of_rank in incoming]
     packed = torch.empty(sum(send), dtype=torch.uint8, device=device)
-    place = 0
-    for move in (move for mine in out for move in mine):
-        packed[place : place + move.num_bytes].copy_(_bytes(give(move.key)))
-        place += move.room_bytes
-    got = all_to_all(packed, world, send, receive)
+    begin = 0
+    for move in (move for of_rank in outgoing for move in of_rank):
+        packed[begin : begin + move.num_bytes].copy_(_bytes(give(move.key)))
+        begin += move.room_bytes
+    received = all_to_all(packed, world, send, receive)
     if digests is not None:
-        digests.add(packed, send, got, receive)
-    place = 0
-    for move in (move for mine in come for move in mine):
-        take(move.key, got[place : place + move.num_bytes])
-        place += move.room_bytes
+        digests.add(packed, send, received, receive)
+    begin = 0
+    for move in (move for of_rank in incoming for move in of_rank):
+        take(move.key, received[begin : begin + move.num_bytes])
+        begin += move.room_bytes
 
 
 def _bytes(box: Tensor) -> Tensor:

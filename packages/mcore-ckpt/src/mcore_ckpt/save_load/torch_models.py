@@ -1,8 +1,8 @@
 """Saves and loads any torch model with its optimizer, with or without ``fully_shard``.
 
-Tensors become shards. Other optimizer state (numbers, lists, dictionaries, groups with their
-learning rates) is JSON in the index. Loading builds the optimizer's state as saved, so that a
-new optimizer needs no step first.
+Tensors are saved as shards; other optimizer state (numbers, lists, dictionaries, groups with
+their learning rates) is JSON in the index. Loading creates the optimizer's state as it was
+saved, so that a new optimizer needs no step first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
 _KEPT = "torch_optimizer"
-"""Entry of ``extra`` for optimizer state that is no tensor."""
+"""Key of ``extra`` for optimizer state other than tensors."""
 
 
 def save_torch(
@@ -48,14 +48,14 @@ def save_torch(
         run_folder: one folder for all ranks.
         step: iteration.
         model: with or without ``fully_shard``; buffers are saved too.
-        optimizer: over parameters of the model: its state and its groups.
+        optimizer: optimizer of the model's parameters; its state and groups are saved.
         world: the ranks that hold the model, ``ParallelContext.build(...).world``.
-        extra: JSON of the caller's.
+        extra: JSON to save with the model.
         retention: which older steps are deleted.
 
     Raises:
-        ValueError: if the optimizer holds a value that is no tensor, number, string, list or
-            dictionary, or state of a parameter that the model lacks; and as ``save``.
+        ValueError: if the optimizer holds a value other than tensors, numbers, strings, lists
+            and dictionaries, or state of a parameter that the model lacks; and as ``save``.
         CheckpointError: as ``save``.
     """
     with raise_on_all_ranks(world):
@@ -80,8 +80,9 @@ def load_torch(
 
     Args:
         folder: a run folder for its latest step, or a step folder.
-        model: of the same parameters.
-        optimizer: of the same kind, new or used; None: state in the checkpoint is ignored.
+        model: model with the same parameters.
+        optimizer: optimizer of the same class, new or used; None: optimizer state in the
+            checkpoint is ignored.
         world: the ranks that load together.
 
     Returns:
@@ -126,8 +127,8 @@ def torch_model_shards(
         return shards
     if not optimizer.state:
         raise ValueError(
-            "the optimizer holds no state to save or to load into: make one step first, or "
-            "leave it out if it is of a kind that never holds any."
+            "the optimizer has no state to save or to load into: make one step first, or leave "
+            "the optimizer out if its class never has state."
         )
     for name, state in _states(model, optimizer):
         for kind, value in state.items():
@@ -142,7 +143,8 @@ def _states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, dict[
         if parameter not in names:
             raise ValueError(
                 f"the optimizer holds state of a parameter of shape {list(parameter.shape)} "
-                "that is not the model's, and that would be lost: give a model that has all."
+                "that is not in the model and would be lost: give the model that holds all "
+                "parameters of the optimizer."
             )
         yield names[parameter], state
 
@@ -150,7 +152,7 @@ def _states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, dict[
 def _described(
     model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return an optimizer as JSON; its tensors are named in it and added to ``tensors``."""
+    """Return an optimizer's state and groups as JSON; add its tensors to ``tensors``."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {
         name: {
@@ -172,7 +174,7 @@ def _described(
 
 
 def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """Return a value as JSON: its kind, and its content."""
+    """Return a value as JSON: its kind and content; add its tensors to ``tensors``."""
     if isinstance(value, Tensor):
         if f"{path}.{name}" in tensors:
             raise ValueError(f"the optimizer holds two tensors named {path}.{name}.")
@@ -189,41 +191,43 @@ def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> lis
         }
         return ["dict", items]
     raise ValueError(
-        f"{path} of {name} is a {type(value).__name__}, which cannot be saved: tensors, "
-        "numbers, strings, lists and dictionaries of string keys are saved."
+        f"{path} of {name} is a {type(value).__name__}, which cannot be saved: use tensors, "
+        "numbers, strings, lists and dictionaries with string keys."
     )
 
 
 def _restore(
     model: nn.Module, optimizer: Optimizer, index: Index, tensors: dict[str, Tensor]
 ) -> None:
-    """Set an optimizer to a checkpoint's numbers, with new tensors to load into."""
-    kept = index.extra.get(_KEPT)
-    if kept is None:
+    """Set an optimizer's numbers from a checkpoint; add the tensors to load to ``tensors``."""
+    saved_optimizer = index.extra.get(_KEPT)
+    if saved_optimizer is None:
         raise ValueError(
-            "the checkpoint holds no optimizer that save_torch saved: load without one."
+            "the checkpoint holds no optimizer of save_torch: load without an optimizer."
         )
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     groups = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
-    if groups != (there := [group["params"] for group in kept["groups"]]):
+    if groups != (saved_groups := [group["params"] for group in saved_optimizer["groups"]]):
         raise ValueError(
             f"the optimizer has groups of {[len(g) for g in groups]} parameters, the "
-            f"checkpoint of {[len(g) for g in there]}, or their names differ: build it as the "
-            "run did that saved it."
+            f"checkpoint of {[len(g) for g in saved_groups]}, or their names differ: build the "
+            "optimizer with the groups of the run that saved it."
         )
-    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, saved_optimizer["groups"], strict=True):
         for key, value in saved["options"].items():
             group[key] = _unpacked(value, group.get(key), None, index, tensors)
     by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for name, saved in kept["state"].items():
+    for name, saved in saved_optimizer["state"].items():
         parameter = parameters[name]
         group = by_parameter[parameter]
         on_device = bool(group.get("capturable") or group.get("fused"))
-        before = optimizer.state.get(parameter, {})
-        steps = parameter.device if on_device else torch.device("cpu")
+        old_state = optimizer.state.get(parameter, {})
+        step_device = parameter.device if on_device else torch.device("cpu")
         optimizer.state[parameter] = {
-            kind: _unpacked(value, before.get(kind), (parameter, steps), index, tensors)
+            kind: _unpacked(
+                value, old_state.get(kind), (parameter, step_device), index, tensors
+            )
             for kind, value in saved.items()
         }
 
@@ -235,14 +239,14 @@ def _unpacked(
     index: Index,
     tensors: dict[str, Tensor],
 ) -> Any:
-    """Return a value from the result of ``_packed``; its tensors are to be loaded.
+    """Return a value from the result of ``_packed``, with tensors that ``load`` fills later.
 
     Args:
-        packed: of a value.
+        packed: kind and content of the value.
         before: the current value; a tensor of the right shape is loaded in place.
         place: the parameter of the value, and the device of its step count; None: a group's
             value.
-        index: of the step.
+        index: index of the step.
         tensors: receives each tensor by its name in the checkpoint.
     """
     kind, content = packed
@@ -288,6 +292,6 @@ def _empty(
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"{name} has another shape than its sharded parameter: make one step with the "
-            "optimizer first, so that it is there as the optimizer shards it."
+            "optimizer first, which creates the tensor as the optimizer shards it."
         )
     return torch.zeros(shape, dtype=dtype, device=parameter.device)

@@ -1,8 +1,8 @@
 """Transfers weights from one layout to another in memory, such as from training to serving.
 
-Both layouts are on the ranks of one world. Ranks exchange which boxes of logical tensors they
-hold and need; each computes the same moves from these lists, and boxes are sent in rounds of
-bounded size. Boxes that stay on their rank are copied there.
+Both layouts are on the ranks of one world. Ranks exchange the lists of boxes of logical tensors
+that they hold and need, and each rank computes the same moves from these lists. Boxes are sent
+in rounds of bounded size; a box that stays on its rank is copied locally.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def transfer_weights(
     world: Axis,
     round_bytes: int = ROUND_BYTES,
 ) -> None:
-    """Fill the pieces of one layout from those of another.
+    """Copy weights from the pieces of one layout to the pieces of another.
 
     Communicates over ``world``: all its ranks call it, each with its own shards; either layout
     may be empty on a rank. The receiver casts dtypes that differ.
@@ -76,13 +76,13 @@ class WeightTransfer:
     def plan(
         cls, source: Mapping[str, Shard], target: Mapping[str, Shard], *, world: Axis
     ) -> "WeightTransfer":
-        """Exchange what the ranks hold and need; arguments and errors of ``transfer_weights``.
+        """Exchange the ranks' boxes and compute the moves, as ``transfer_weights`` does.
 
-        Later shards of ``run`` must have the same boxes and dtypes as these.
+        Shards that ``run`` gets later must have the same boxes and dtypes.
         """
         with raise_on_all_ranks(world):
-            mine = [build_claims(source), build_claims(target)]
-        texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
+            own_claims = [build_claims(source), build_claims(target)]
+        texts = [{name: claim.to_json() for name, claim in one.items()} for one in own_claims]
         held: list[Claims] = []
         wanted: list[Claims] = []
         for answer in gather_json(texts, world):
@@ -103,13 +103,13 @@ class WeightTransfer:
         digests: ExchangeDigests | None = None,
         moves: Sequence[Move[Write]] | None = None,
     ) -> None:
-        """Fill the target; all ranks of the world call it together.
+        """Copy weights by the planned moves; all ranks of the world call it together.
 
         Args:
-            source: read.
-            target: written in place.
+            source: shards to read.
+            target: shards to write in place.
             round_bytes: bound of the bytes in flight.
-            digests: collects digests of what is sent and received.
+            digests: collects digests of the bytes sent and received.
             moves: a part of the planned moves, equal on all ranks; None: all.
         """
 
@@ -117,9 +117,9 @@ class WeightTransfer:
             return _views(source[one.name], one.box)[0]
 
         def take(one: Write, data: Tensor) -> None:
-            came = data.view(DTYPES[self.tensors[one.name].dtype]).view(one.box[1])
+            received = data.view(DTYPES[self.tensors[one.name].dtype]).view(one.box[1])
             for view in _views(target[one.name], one.box):
-                view.copy_(came)
+                view.copy_(received)
 
         exchange(
             self.moves if moves is None else moves,
@@ -133,9 +133,10 @@ class WeightTransfer:
 
 
 def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move[Write]]:
-    """List the moves between ranks; equal on all ranks. Pure.
+    """Return the moves between ranks; equal on all ranks. Pure.
 
-    A box is taken from its own rank if possible, else from the holder that sends least.
+    A box comes from the rank that needs it if that rank holds it, else from the holder that has
+    sent the fewest bytes.
 
     Raises:
         ValueError: if names or shapes differ between the two, or owners' boxes leave holes.
@@ -162,27 +163,31 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
         for rank, one in enumerate(wanted):
             claim = one.get(name)
             for box in dict.fromkeys(claim.boxes) if claim else ():
-                for there, ranks in holders.items():
-                    part = intersect(box, there)
+                for held_box, ranks in holders.items():
+                    part = intersect(box, held_box)
                     if part is None:
                         continue
-                    giver = rank if rank in ranks else min(ranks, key=lambda r: (sent[r], r))
+                    sender = rank if rank in ranks else min(ranks, key=lambda r: (sent[r], r))
                     num_bytes = prod(part[1]) * size
-                    sent[giver] += num_bytes if giver != rank else 0
-                    moves.append(Move(giver, rank, num_bytes, Write(name, part)))
+                    sent[sender] += num_bytes if sender != rank else 0
+                    moves.append(Move(sender, rank, num_bytes, Write(name, part)))
     return moves
 
 
 def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
-    """Return the holders of each owner's box of each tensor."""
+    """Return the ranks that hold each box of each tensor; owners' boxes only.
+
+    Raises:
+        ValueError: if the owners' boxes leave holes or overlap.
+    """
     boxes: dict[str, dict[Box, list[int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for one in held:
         for name, claim in one.items():
             shapes[name] = claim.shape
-            mine = boxes.setdefault(name, {})
+            holders_of_box = boxes.setdefault(name, {})
             if claim.owner:
-                mine |= {box: mine.get(box, []) for box in claim.boxes}
+                holders_of_box |= {box: holders_of_box.get(box, []) for box in claim.boxes}
     for rank, one in enumerate(held):
         for name, claim in one.items():
             for box in dict.fromkeys(claim.boxes):
@@ -190,8 +195,8 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
                     boxes[name][box].append(rank)
     problems = [
         f"{name}: {text}"
-        for name, mine in boxes.items()
-        for text in cover_problems(shapes[name], list(mine))
+        for name, holders_of_box in boxes.items()
+        for text in cover_problems(shapes[name], list(holders_of_box))
     ]
     if problems:
         raise ValueError("cannot transfer weights: " + listed(problems))
@@ -200,8 +205,8 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
 
 def _views(shard: Shard, box: Box) -> list[Tensor]:
     """Return the memory of a box in each piece that contains it."""
-    found = []
+    views = []
     for piece in shard.pieces:
         if intersect(box, piece_box(piece)) == box:
-            found.append(narrowed(piece.data.detach(), shifted(box, piece.offsets)))
-    return found
+            views.append(narrowed(piece.data.detach(), shifted(box, piece.offsets)))
+    return views

@@ -23,12 +23,12 @@ def shifted(box: Box, origin: Sequence[int]) -> Box:
 
 
 def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return why boxes do not cover a tensor exactly: out of bounds, overlap, holes.
+    """Return the reasons why boxes do not cover a tensor exactly: bounds, overlap, holes.
 
     Boxes within bounds, without overlap and with the tensor's volume cover it.
 
     Returns:
-        One sentence for each problem; empty if every element is in exactly one box.
+        One message for each problem; empty if every element is in exactly one box.
     """
     for offsets, lengths in boxes:
         if len(offsets) != len(shape) or len(lengths) != len(shape):
@@ -50,7 +50,10 @@ def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two overlapping boxes: sweeps along dimension 0, comparing boxes open at once."""
+    """Return two overlapping boxes, or None.
+
+    Sweeps along dimension 0 and compares each box with those that reach its first row.
+    """
     open_boxes: list[Box] = []
     for box in sorted(boxes):
         start = box[0][0] if box[0] else 0
@@ -76,9 +79,9 @@ def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def small_spans(shape: Sequence[int], box: Box, limit: int) -> Iterator[Box]:
-    """Split a box into parts that each span at most ``limit`` flat elements.
+    """Yield the parts of a box, each spanning at most ``limit`` flat elements of the tensor.
 
-    A box that is contiguous in memory is split too, into groups of rows.
+    A box that is contiguous in memory is also split, into groups of rows.
     """
     first, stop = span(shape, box)
     # Split along the first dimension of more than one index: the parts are as long as
@@ -102,5 +105,5 @@ def small_spans(shape: Sequence[int], box: Box, limit: int) -> Iterator[Box]:
 
 
 def box_text(box: Box) -> str:
-    """Write a box as slices: ``[0:4, 8:16]``."""
+    """Return a box as text in the form of slices: ``[0:4, 8:16]``."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*box, strict=False)) + "]"

@@ -1,9 +1,8 @@
-"""Digests of a step: verify and load find any byte that changed after a save.
+"""Digests of a step, by which verify and load detect any byte that changed after a save.
 
-The index ends with a digest of everything before it. It holds the digest of each tensor file's
-header, of each small file (config.json, recipe, tokenizer), and checksums of every block of
-tensor
-data: together they cover the step. Files that are added later are not part of it.
+The index ends with a digest of its own text. It holds the digest of each tensor file's header
+and of each small file (config.json, recipe, tokenizer), and checksums of every block of tensor
+data; together they cover the step. Files that are added later are not covered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,38 +19,41 @@ def finalize_index(index: Index, folder: Path, rows: Mapping[str, str] | None = 
     """Return the content of ``index.json`` for a step whose other files are all written.
 
     Args:
-        index: without digests of files.
-        folder: of the step.
-        rows: as ``Index.to_bytes``.
+        index: index of the step, without digests of small files.
+        folder: folder of the step.
+        rows: as for ``Index.to_bytes``.
     """
-    beside = {
+    small_files = {
         str(path.relative_to(folder)): _entry(path)
         for path in _files_below(folder)
         if path.name != INDEX and str(path.relative_to(folder)) not in index.files
     }
-    return replace(index, beside=dict(sorted(beside.items()))).to_bytes(rows)
+    return replace(index, beside=dict(sorted(small_files.items()))).to_bytes(rows)
 
 
 def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -> None:
-    """Compare headers of tensor files, and small files, with their digests in the index.
+    """Compare small files and headers of tensor files with their digests in the index.
 
     Args:
-        folder: of the step.
-        index: of the step.
-        part: share of the files to check, so that ranks check each file once.
+        folder: folder of the step.
+        index: index of the step.
+        part: number of the share of files to check; each rank checks another share.
         num_parts: number of shares.
+
+    Raises:
+        CheckpointError: with the first file that is missing or differs.
     """
     whole = [(name, entry, False) for name, entry in index.beside.items()]
     headers = [(name, entry, True) for name, entry in index.files.items()]
     for name, entry, is_header in (whole + headers)[part::num_parts]:
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the index names it.")
+            raise CheckpointError(f"{path} is missing, but the index lists it. Restore it.")
         content = read_header_bytes(path) if is_header else path.read_bytes()
         if digest(content) != entry.digest:
-            what = "the header of " if is_header else ""
+            subject = "the header of " if is_header else ""
             raise CheckpointError(
-                f"{what}{path} is damaged: its content has changed. Restore it, or load "
+                f"{subject}{path} is damaged: its content has changed. Restore it, or load "
                 "another step."
             )
 

@@ -1,11 +1,11 @@
 """Safetensors files as streams: a writer that holds one slab, a reader that reads rows.
 
-Sizes are known beforehand, so that the header is written first and then the bytes, straight
-from the tensors' memory; checksums are computed on the way. The safetensors library needs all
-tensors of a file in memory at once. Reads are positioned reads: a truncated file is then an
-error, where a memory map would kill the process.
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, JSON
-padded with spaces, data without gaps).
+Sizes are known in advance, so that the header is written first and then the bytes, directly
+from the tensors' memory; checksums are computed while writing. (The safetensors library needs
+all tensors of a file in memory at once.) Reads are positioned reads, which report a truncated
+file as an error; a memory map would kill the process. Format:
+https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, JSON padded
+with spaces, data without gaps).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 _ALIGNMENT = 64
 
 SLAB_BYTES = 4 * BLOCK_BYTES
-"""Bytes copied at once of tensors that are not contiguous on the CPU."""
+"""Bytes that are copied at once from tensors that are not contiguous on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor to write; its bytes are computed in slabs when it is written."""
+    """A tensor to write, whose bytes are computed in slabs while the file is written."""
 
     name: str
     """Key in the file."""
@@ -63,8 +63,8 @@ class Item:
     slabs: Callable[[], Iterable[Tensor]]
     """Yields contiguous CPU tensors whose concatenated bytes are the tensor's."""
     sections: tuple[int, ...] = ()
-    """Bytes of parts with checksums of their own; slabs end where parts do. Empty: the tensor
-    is one part."""
+    """Bytes of each part with separate checksums; a slab must end at the end of each part.
+    Empty: the tensor is one part."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,9 +77,9 @@ class WrittenFile:
     """A file that was written and is durable."""
 
     entry: FileEntry
-    """Its size and the digest of its header."""
+    """Size of the file and digest of its header."""
     sections: list[WrittenTensor]
-    """One for each item, or for each section of an item that has some, in file order."""
+    """One entry for each item, or for each section of an item with sections, in file order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def write_file(
     """Write a safetensors file and make it durable.
 
     Args:
-        path: the file; it must not exist.
-        items: in file order; items of wide dtypes first keep every item aligned.
+        path: the file, which must not exist.
+        items: tensors in file order; wide dtypes first keep every tensor aligned.
         metadata: strings for the header.
 
     Raises:
@@ -125,9 +125,9 @@ def write_file(
 
 
 def cut_slabs(tensor: Shaped[Tensor, ...]) -> Iterator[Tensor]:
-    """Yield a tensor's bytes in order, without a copy if it is contiguous on the CPU.
+    """Yield a tensor's bytes in row-major order, uncopied if it is contiguous on the CPU.
 
-    Otherwise ``SLAB_BYTES`` are copied at once, from a GPU into pinned memory.
+    Otherwise slabs of up to ``SLAB_BYTES`` are copied, from a GPU into pinned memory.
     """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
@@ -147,7 +147,7 @@ def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
 
 
 class Checksums:
-    """CRC32s of a stream of bytes, one a block of ``BLOCK_BYTES``."""
+    """Computes the CRC32 of each block of ``BLOCK_BYTES`` of a stream of bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -177,10 +177,10 @@ class Reader:
     """
 
     def __init__(self, folder: Path, *, checksums: bool = True) -> None:
-        """Set up; files are opened when they are read.
+        """Prepare a reader; files are opened at their first read.
 
         Args:
-            folder: contains the files that chunks name.
+            folder: folder of the files that chunks name.
             checksums: verify blocks that are read.
         """
         self._folder = folder
@@ -204,16 +204,16 @@ class Reader:
     def read(
         self, name: str, entry: TensorEntry, chunk: StoredBox, box: Box, target: Tensor
     ) -> None:
-        """Read a region of a chunk into memory; cast if the target has another dtype.
+        """Read a region of a chunk into ``target``; casts if the dtypes differ.
 
-        Reads only the blocks that contain rows of the region.
+        Only blocks that contain rows of the region are read.
 
         Args:
-            name: of the tensor, for messages.
-            entry: its entry in the index.
-            chunk: one of its chunks.
+            name: name of the tensor, for messages.
+            entry: entry of the tensor in the index.
+            chunk: one of the tensor's chunks.
             box: region of the tensor, inside the chunk.
-            target: of the region's shape; any strides, any device.
+            target: tensor of the region's shape; any strides, any device.
 
         Raises:
             CheckpointError: if a block does not have its checksum, or the file ends early.
@@ -222,21 +222,23 @@ class Reader:
         inside = shifted(box, chunk.offsets)
         size = DTYPE_BYTES[entry.dtype]
         for part in small_spans(chunk.lengths, inside, SLAB_BYTES // size):
-            aim = narrowed(target, shifted(part, inside[0]))
+            view = narrowed(target, shifted(part, inside[0]))
+            # Bytes of the chunk that span the part. Read directly if they need no verification
+            # and have the layout of the target; otherwise read complete blocks and copy.
             first, stop = (end * size for end in span(chunk.lengths, part))
-            if _lies_alike(aim, dtype, stop - first) and self._needs_no_more(
+            if _lies_alike(view, dtype, stop - first) and self._needs_no_more(
                 entry, chunk, first, stop
             ):
-                self._read_bytes(name, chunk, first, memory(aim))
+                self._read_bytes(name, chunk, first, memory(view))
                 continue
             start = first // BLOCK_BYTES * BLOCK_BYTES
             end = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, prod(chunk.lengths) * size)
-            # Pinned memory, which torch keeps for the next slab, is copied to a GPU several
-            # times as fast.
-            aside = torch.empty(end - start, dtype=torch.uint8, pin_memory=aim.is_cuda)
-            self._read_bytes(name, chunk, start, memory(aside))
-            flat = aside[first - start : stop - start].view(dtype)
-            aim.copy_(flat.as_strided(part[1], strides(chunk.lengths)))
+            # Copies from pinned memory to a GPU are several times as fast; torch reuses the
+            # pinned memory for the next slab.
+            blocks = torch.empty(end - start, dtype=torch.uint8, pin_memory=view.is_cuda)
+            self._read_bytes(name, chunk, start, memory(blocks))
+            flat = blocks[first - start : stop - start].view(dtype)
+            view.copy_(flat.as_strided(part[1], strides(chunk.lengths)))
 
     def _needs_no_more(
         self, entry: TensorEntry, chunk: StoredBox, first: int, stop: int
@@ -261,13 +263,15 @@ class Reader:
         done = 0
         while done < len(target):
             try:
-                got = os.preadv(self._open(path), [target[done:]], chunk.offset + start + done)
+                count = os.preadv(
+                    self._open(path), [target[done:]], chunk.offset + start + done
+                )
             except OSError as error:
-                # A message of its own: callers attribute OSErrors to the file they write.
+                # Not an OSError, which callers would attribute to the file that they write.
                 raise CheckpointError(f"cannot read {path}: {error}.") from error
-            if not got:
+            if not count:
                 raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
-            done += got
+            done += count
         self._check(name, chunk, start, target, path)
 
     def _open(self, path: Path) -> int:
@@ -295,7 +299,7 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[
     offset = 0
     for item in items:
         if item.name in table:
-            raise ValueError(f"{item.name} would be written twice to one file")
+            raise ValueError(f"{item.name} occurs twice in one file: names must differ.")
         end = offset + item.num_bytes
         table[item.name] = {
             "dtype": item.dtype,
@@ -326,8 +330,9 @@ def _write_items(
                 checksums = Checksums()
         if checksums.num_bytes or sum(sections[len(done) :]):
             raise CheckpointError(
-                f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
-                f"bytes, not the {item.num_bytes} of its shape"
+                f"{path}: the slabs of {item.name} have "
+                f"{sum(sections[: len(done)]) + checksums.num_bytes} bytes, its shape "
+                f"{item.num_bytes}"
             )
         # An item without elements may have no slabs.
         done += [WrittenTensor(offset, ())] * (len(sections) - len(done))
@@ -336,7 +341,7 @@ def _write_items(
 
 
 def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
-    """Whether bytes of the file can be read straight into the target's memory."""
+    """Whether bytes of the file can be read directly into the target's memory."""
     return (
         target.device.type == "cpu"
         and target.dtype == dtype

@@ -15,15 +15,15 @@ LOCK = ".writer.lock"
 class FolderLock:
     """Exclusive right to write to a run folder; a context manager.
 
-    A job that saves repeatedly holds it from start to end; saves of the same process then share
-    it.
+    A job that saves repeatedly holds the lock from start to end; saves of the same process
+    share it meanwhile.
     """
 
     def __init__(self, folder: str | Path, *, silent_s: float = SILENT_S) -> None:
-        """Set up; ``acquire`` takes the lock.
+        """Prepare a lock; ``acquire`` takes it.
 
         Args:
-            folder: the run folder; made if absent.
+            folder: the run folder; created if absent.
             silent_s: seconds without a heartbeat after which a holder counts as dead.
         """
         self.path = as_path(folder) / LOCK
@@ -43,7 +43,9 @@ class FolderLock:
         try:
             self._lock.acquire()
         except LockHeldError as error:
-            raise CheckpointError(f"{error}: end it, or save to another folder.") from error
+            raise CheckpointError(
+                f"{error}: end that process, or save to another folder."
+            ) from error
         except OSError as error:
             raise write_error(self.path, error) from error
 
@@ -51,7 +53,7 @@ class FolderLock:
         """Check that this process still holds the lock, before a commit.
 
         Raises:
-            CheckpointError: if another process took it over, or it is gone.
+            CheckpointError: if another process took the lock over, or its file is gone.
         """
         try:
             self._lock.check()

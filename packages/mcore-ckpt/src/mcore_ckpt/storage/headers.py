@@ -1,7 +1,7 @@
 """Headers of safetensors files: offset, dtype and shape of each tensor.
 
-The safetensors library parses and validates the header. Data has no gaps, so that the order and
-sizes of tensors determine their offsets, which the library does not expose.
+The safetensors library parses and validates the header, but does not expose offsets. They
+follow from the order and sizes of the tensors, as data has no gaps.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file; each tensor is one chunk without checksums.
 
     Args:
-        folder: the folder of the checkpoint.
-        file: path of the file within it; becomes the file of the chunks.
+        folder: folder of the checkpoint.
+        file: path of the file within the folder; becomes the file of the chunks.
 
     Raises:
         CheckpointError: if the file lies outside of the folder, is cut short or damaged, or
@@ -30,23 +30,23 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
     path = path_within(folder, file)
     try:
         with safe_open(path, framework="pt") as opened:
-            listed = [
-                (name, part.get_dtype(), tuple(part.get_shape()))
+            tensors = [
+                (name, tensor_slice.get_dtype(), tuple(tensor_slice.get_shape()))
                 for name in opened.offset_keys()
-                for part in (opened.get_slice(name),)
+                for tensor_slice in (opened.get_slice(name),)
             ]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no valid safetensors file of {path.stat().st_size} bytes: {error}. "
+            f"{path} is not a valid safetensors file of {path.stat().st_size} bytes: {error}. "
             "Copy or download it again."
         ) from None
     offset, size = len(read_header_bytes(path)), path.stat().st_size
     entries = {}
-    for name, dtype, shape in listed:
+    for name, dtype, shape in tensors:
         if dtype not in DTYPE_BYTES:
             raise CheckpointError(
-                f"{path}: {name} has the dtype {dtype}, which is not read here: only "
-                f"{', '.join(DTYPE_BYTES)}."
+                f"{path}: {name} has the dtype {dtype}, which cannot be read: convert it to "
+                f"one of {', '.join(DTYPE_BYTES)}."
             )
         if max(shape, default=0) > size:
             raise CheckpointError(f"{path}: {name} has the shape {list(shape)} without data.")
@@ -63,5 +63,5 @@ def read_header_bytes(path: Path) -> bytes:
         length = file.read(_LENGTH_BYTES)
         count = int.from_bytes(length, "little")
         if size < _LENGTH_BYTES or count > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path} is no safetensors file: it has no header.")
+            raise CheckpointError(f"{path} is not a safetensors file: it has no header.")
         return length + file.read(count)

@@ -1,8 +1,8 @@
 """The index of a checkpoint: file and offset of each stored box of each tensor.
 
-JSON, which is readable and cannot run code. Chunks have a CRC32 for each block of bytes, so
-that reading a few rows verifies only their blocks. The last line is the digest of everything
-before it.
+The index is JSON, which is readable and cannot run code. Chunks have a CRC32 for each block of
+bytes, so that reading a few rows verifies only their blocks. The last line is the digest of the
+text before it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ VERSION = 2
 """Version of the index; readers refuse a newer one."""
 
 ADAPTER = "peft"
-"""Entry of ``extra`` with rank, factor and base model of a step of adapters."""
+"""Key of ``extra`` with rank, factor and base model of a step of adapters."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes that share one checksum; the last block of a chunk is shorter."""
@@ -99,9 +99,9 @@ class FileEntry:
     """Size and digest of a file of a step."""
 
     num_bytes: int
-    """Its size."""
+    """Size of the file."""
     digest: str
-    """Digest of its content, or of the header of a tensor file, whose data has checksums."""
+    """Digest of the content, or of the header of a tensor file, whose data has checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class Index:
     """All other files of the step except the index, by path within it."""
 
     def to_bytes(self, rows: Mapping[str, str] | None = None) -> bytes:
-        """Return the text of ``index.json``: one line for each tensor, readable and diffable.
+        """Return the text of ``index.json``, with one line for each tensor.
 
         Args:
-            rows: ``row_text`` by name, in place of ``tensors``.
+            rows: ``row_text`` of each tensor by name; replaces ``tensors``.
         """
         head = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES}
         head |= {"extra": dict(self.extra)}
@@ -144,9 +144,9 @@ def row_text(dtype: str, shape: tuple[int, ...], chunks: Iterable[str]) -> str:
 
 def chunk_text(box: StoredBox) -> str:
     """Return the JSON of a box, five times as fast as the json module does."""
-    place = f"{_shape_text(box.offsets)},{_shape_text(box.lengths)}"
+    box_lists = f"{_shape_text(box.offsets)},{_shape_text(box.lengths)}"
     checksums = ",".join(map(str, box.checksums))
-    return f"[{json.dumps(box.file)},{box.offset},{place},[{checksums}]]"
+    return f"[{json.dumps(box.file)},{box.offset},{box_lists},[{checksums}]]"
 
 
 @lru_cache(maxsize=4096)
@@ -163,14 +163,17 @@ def read_index(folder: str | Path) -> Index:
     """Read and check the index of a step folder; ``checksums.check_files`` checks the files.
 
     Raises:
-        ValueError: if there is no index of the format, or it has another version.
-        CheckpointError: if it is damaged, or a tensor file is missing or has another size.
+        ValueError: if there is no index of this format and version.
+        CheckpointError: if the index is damaged, or a tensor file is missing or has another
+            size.
     """
     path = as_path(folder) / INDEX
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no {INDEX}: it is no complete checkpoint.") from None
+        raise ValueError(
+            f"{folder} holds no {INDEX}: it is not a complete checkpoint."
+        ) from None
     try:
         table = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -183,7 +186,7 @@ def read_index(folder: str | Path) -> Index:
             "mcore-ckpt that wrote it, or a newer one."
         )
     if content != _sealed(content.rpartition(_DIGEST)[0]):
-        raise CheckpointError(f"{path} is damaged: its digest is that of other content.")
+        raise CheckpointError(f"{path} is damaged: its digest differs from its content.")
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
         files, beside = (
@@ -200,18 +203,18 @@ def read_index(folder: str | Path) -> Index:
 def check_whole(folder: Path, index: Index) -> None:
     """Check that the boxes of each tensor have as many elements as its shape.
 
-    Shapes are not trusted before: reading by rows makes lists of their length. Only steps on
+    Call it before reading by rows, which makes lists as long as a shape states. Only steps on
     local disks, which hold one rank's shards, are incomplete.
 
     Raises:
         CheckpointError: with the name of the first tensor whose boxes are incomplete.
     """
     for name, entry in index.tensors.items():
-        held = sum(prod(chunk.lengths) for chunk in entry.chunks)
-        if held != prod(entry.shape):
+        num_stored = sum(prod(chunk.lengths) for chunk in entry.chunks)
+        if num_stored != prod(entry.shape):
             raise CheckpointError(
-                f"{folder / INDEX}: {name} of shape {list(entry.shape)} has {held} elements "
-                "in files."
+                f"{folder / INDEX}: {name} of shape {list(entry.shape)} has {num_stored} "
+                "elements in files."
             )
 
 
@@ -236,17 +239,23 @@ def _check_files(folder: Path, index: Index) -> None:
         path_within(folder, name)
     for name, entry in index.tensors.items():
         if not {chunk.file for chunk in entry.chunks} <= index.files.keys():
-            raise CheckpointError(f"{folder / INDEX}: {name} is in a file it does not name")
+            raise CheckpointError(
+                f"{folder / INDEX} is damaged: {name} is in a file that it does not list."
+            )
         size = DTYPE_BYTES[entry.dtype]
         for chunk in entry.chunks:
             if chunk.offset + prod(chunk.lengths) * size > index.files[chunk.file].num_bytes:
-                raise CheckpointError(f"{folder / INDEX}: {name} ends outside of {chunk.file}")
+                raise CheckpointError(
+                    f"{folder / INDEX} is damaged: {name} ends outside of {chunk.file}."
+                )
     for name, file in index.files.items():
         try:
-            found = (folder / name).stat().st_size
+            actual_bytes = (folder / name).stat().st_size
         except FileNotFoundError:
-            raise CheckpointError(f"{folder / name} is missing: the index names it") from None
-        if found != file.num_bytes:
             raise CheckpointError(
-                f"{folder / name} has {found} bytes, not the {file.num_bytes} written"
+                f"{folder / name} is missing, but the index lists it."
+            ) from None
+        if actual_bytes != file.num_bytes:
+            raise CheckpointError(
+                f"{folder / name} has {actual_bytes} bytes, but {file.num_bytes} were written."
             )

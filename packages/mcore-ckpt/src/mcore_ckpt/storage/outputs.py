@@ -1,4 +1,4 @@
-"""Outputs of commands: checked before a command starts, and removed if it fails."""
+"""Output folders of commands: checked before a command starts, removed if it fails."""
 
 import logging
 import shutil
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 
 def check_place(output: Path, *inputs: Path) -> None:
-    """Raise ValueError for an output inside an input or a step of a run, or no valid folder."""
+    """Raise ValueError if an output is inside an input or a step of a run, or not writable."""
     if is_store(output):
         return
-    there = output.resolve()
-    for source in (one for one in inputs if not is_store(one)):
-        here = source.resolve()
-        if here.is_dir() and (here == there or here in there.parents):
+    target = output.resolve()
+    for source in (folder for folder in inputs if not is_store(folder)):
+        source_path = source.resolve()
+        if source_path.is_dir() and (source_path == target or source_path in target.parents):
             raise ValueError(
-                f"--output {output} is inside {source}, which is read: give another folder, "
-                "so that the input stays unchanged."
+                f"--output {output} is inside {source}, which is read and must stay unchanged: "
+                "give another folder."
             )
-    for one in (there, *there.parents):
-        is_step = one.name == RELEASE or one.name.startswith("iter_")
-        if is_step and (one.parent / TRACKER).is_file():
+    for folder in (target, *target.parents):
+        is_step = folder.name == RELEASE or folder.name.startswith("iter_")
+        if is_step and (folder.parent / TRACKER).is_file():
             raise ValueError(
-                f"--output {output} cannot be made: {one} is a step of the run {one.parent}, "
-                "which the run may delete: give a folder elsewhere."
+                f"--output {output} cannot be made: {folder} is a step of the run "
+                f"{folder.parent}, which the run may delete: give a folder outside of the run."
             )
     check_folder("--output", output)
 
@@ -52,11 +52,11 @@ def check_place(output: Path, *inputs: Path) -> None:
 def check_run_folder(output: Path) -> None:
     """Raise ValueError if a run folder contains a checkpoint of another format."""
     step = latest_step(output)
-    places = [output] if step is None else [output, step_folder(output, step)]
-    for place in places:
-        if (form := folder_format(place)) not in ("", "mcore"):
+    folders = [output] if step is None else [output, step_folder(output, step)]
+    for folder in folders:
+        if (form := folder_format(folder)) not in ("", "mcore"):
             raise ValueError(
-                f"--output {output} holds a checkpoint in the format {form} ({place}): give "
+                f"--output {output} holds a checkpoint in the format {form} ({folder}): give "
                 "a new folder, or a run folder of mcore."
             )
 
@@ -65,9 +65,9 @@ def check_room(output: Path, num_bytes: int) -> None:
     """Raise ValueError if the disk has less free space than the output needs."""
     if is_store(output):
         return
-    place = output.resolve()
-    standing = next(one for one in (place, *place.parents) if one.exists())
-    free = shutil.disk_usage(standing).free
+    target = output.resolve()
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise CheckpointError(
             f"--output {output} needs {size_text(num_bytes)}, and its disk has "
@@ -79,8 +79,8 @@ def check_room(output: Path, num_bytes: int) -> None:
 def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
     """Lock a run folder and yield a new folder in it for a step, which the caller commits.
 
-    After an error everything is removed. For commands: a save leaves the same as a kill, and
-    the next save cleans up.
+    After an error the new folder is removed. Saves of training do not use this function: the
+    next save removes the folder of a failed one.
     """
     with _unmade(run_folder), FolderLock(run_folder):
         final = step_folder(run_folder, step)
@@ -103,8 +103,8 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
 def atomic_dir(output: Path) -> Iterator[Path]:
     """Yield a folder to write to; it becomes ``output`` on success and is removed otherwise.
 
-    It is in ``.<output>.partial`` next to the output, which this process holds by a
-    ``FolderLock``. Remains of killed processes there are removed first.
+    The folder is in ``.<output>.partial`` next to the output, which this process locks by a
+    ``FolderLock``. Folders of killed processes there are removed first.
 
     Raises:
         ValueError: if the output exists and is not empty, or cannot be replaced.
@@ -113,13 +113,13 @@ def atomic_dir(output: Path) -> Iterator[Path]:
     if output.is_symlink():
         output = output.resolve()  # replace the target of a link, not the link
     _check_free(output)
-    room = output.with_name(f".{output.name}.partial")
-    unfinished = room / uuid.uuid4().hex  # unique, even if the lock is lost
-    with _unmade(output), _held(room) as lock:
+    work_folder = output.with_name(f".{output.name}.partial")
+    unfinished = work_folder / uuid.uuid4().hex  # unique, even if the lock is lost
+    with _unmade(output), _held(work_folder) as lock:
         _check_free(output)
-        for left in (one for one in room.iterdir() if one.is_dir()):
-            log.warning("removing %s, which a killed command left", left)
-            shutil.rmtree(left)
+        for remains in (entry for entry in work_folder.iterdir() if entry.is_dir()):
+            log.warning("removing %s of a killed command", remains)
+            shutil.rmtree(remains)
         unfinished.mkdir()
         try:
             yield unfinished
@@ -135,12 +135,11 @@ def atomic_dir(output: Path) -> Iterator[Path]:
 def _check_free(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not empty: give a new folder.")
-    there = output.resolve()
-    if there.is_mount() or there == Path.cwd():
-        what = "where a disk is mounted" if there.is_mount() else "where this command runs"
+    target = output.resolve()
+    if target.is_mount() or target == Path.cwd():
+        what = "a mount point" if target.is_mount() else "the working directory of this command"
         raise ValueError(
-            f"{output} is {what}, and the output replaces its folder at the end: "
-            "give a new folder in it."
+            f"{output} is {what}, which the output cannot replace: give a new folder in it."
         )
 
 
@@ -161,12 +160,12 @@ def _unmade(folder: Path) -> Iterator[None]:
     """After an error, remove the empty folders of a path that did not exist before."""
     absent: list[Path] = []
     if not is_store(folder):
-        absent = [one for one in (folder, *folder.parents) if not one.exists()]
+        absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except BaseException:
-        for made in (one for one in absent if one.is_dir()):
-            if any(made.iterdir()):
+        for created in (path for path in absent if path.is_dir()):
+            if any(created.iterdir()):
                 break
-            made.rmdir()
+            created.rmdir()
         raise

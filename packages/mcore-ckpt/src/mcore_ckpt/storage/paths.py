@@ -1,10 +1,11 @@
 """Folders and files of checkpoints, and their atomic commit.
 
 A run folder has one folder for each step and ``latest_checkpointed_iteration.txt``, the only
-pointer. A step exists for readers once its ``index.json`` does; the index is written last,
-under another name, made durable and renamed, then the pointer likewise. A folder without an
-index is garbage of an interrupted save. A step is never overwritten: a second save of it writes
-``<step>.incoming`` and replaces the first by renames when it is complete.
+pointer to the newest step. Readers see a step once its ``index.json`` exists. The index is
+written last, under another name, made durable and renamed; then the pointer in the same way. A
+folder without an index is garbage of an interrupted save. A step is never overwritten: a second
+save of a step writes ``<step>.incoming``, which replaces the first by renames once it is
+complete.
 """
 
 import shutil
@@ -37,16 +38,16 @@ _FOREIGN = (".metadata", "metadata.json", "common.pt")
 
 
 def path_within(folder: Path, name: str) -> Path:
-    """Return the path of a file that a foreign list names, inside the list's folder.
+    """Return the path of a file that an index lists, inside the index's folder.
 
-    Symbolic links are followed: caches of Hugging Face's hub are made of them.
+    Symbolic links are followed, since caches of Hugging Face's hub consist of links.
 
     Raises:
         CheckpointError: if ``name`` is absolute or leaves the folder.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(
-            f"{folder} lists the file {name!r}, outside of the folder: nothing there is read."
+            f"{folder} lists the file {name!r}, which is outside of the folder and not read."
         )
     return folder / name
 
@@ -60,7 +61,7 @@ def step_folder(run_folder: str | Path, step: int | str) -> Path:
     if step == RELEASE:
         return as_path(run_folder) / RELEASE
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"a step is a number from 0, or {RELEASE!r}; not {step!r}")
+        raise ValueError(f"step {step!r} must be a number from 0, or {RELEASE!r}.")
     return as_path(run_folder) / f"iter_{step:07d}"
 
 
@@ -130,44 +131,44 @@ def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) 
     """Return the checkpoint folder for a run folder, a step folder or a model folder.
 
     Args:
-        path: one of the three; a Hugging Face folder is its own checkpoint.
+        path: run folder, step folder, or Hugging Face folder.
         step: step of a run folder; 0: the ``newest_step``.
         takes_any: also accept steps of other programs (Megatron's, torch's).
 
     Raises:
-        ValueError: if there is no checkpoint; the message lists what exists. Also if a step
-            is chosen of a folder that is no run folder.
+        ValueError: if there is no checkpoint, with the steps that exist; or if ``step`` is
+            given for a folder other than a run folder.
     """
     path = as_path(path)
     if is_complete(path) or is_hf_folder(path):
         if step and path.name != step_folder(path, step).name:
             raise ValueError(
-                f"--ckpt-step {step} chooses a step of a run folder, and {path} is one "
-                "checkpoint: leave it out, or give the run folder."
+                f"--ckpt-step {step} needs a run folder, and {path} is a single checkpoint: "
+                "leave --ckpt-step out, or give the run folder."
             )
         return path
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: give a run folder or a step folder.")
     wanted = step or newest_step(path)
     place = path if wanted is None else step_folder(path, wanted)
-    found = None if wanted is None else _find(place)
-    if found is not None:
-        return found
+    complete = None if wanted is None else _find(place)
+    if complete is not None:
+        return complete
     foreign = _foreign_files(place)
     if foreign and takes_any:
         return place
     if foreign:
         raise ValueError(
-            f"{place} holds {foreign[0].name}, a file of another format: mcore-ckpt convert "
-            "megatron-to-mcore makes a checkpoint of Megatron's, dcp-to-mcore of others'."
+            f"{place} holds {foreign[0].name}, a file of another format: convert it with "
+            "mcore-ckpt convert megatron-to-mcore, or dcp-to-mcore for other programs."
         )
     steps = complete_steps(path)
-    there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
+    advice = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
     if wanted is None:
         inner = [] if is_store(path) else sorted(path.glob(f"*/{TRACKER}"))
-        there = f"Give {inner[0].parent}, which does." if inner else there
-        raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {there}")
-    raise ValueError(f"{place} holds no complete checkpoint (no {INDEX}). {there}")
+        advice = f"Give {inner[0].parent}, which holds it." if inner else advice
+        raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {advice}")
+    raise ValueError(f"{place} holds no complete checkpoint (no {INDEX}). {advice}")
 
 
 def _find(folder: Path) -> Path | None:
@@ -180,7 +181,7 @@ def _find(folder: Path) -> Path | None:
 
 
 def make_fresh(folder: Path, *, replace: bool = False) -> Path:
-    """Make the empty folder that a save writes to; moves garbage at its path aside.
+    """Create the empty folder that a save writes to; moves garbage at its path aside.
 
     Args:
         folder: folder of the step.
@@ -196,12 +197,12 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         if not replace:
             raise CheckpointError(
                 f"{folder} already holds a complete checkpoint, which is never overwritten: "
-                "save another step or to another folder, or replace it."
+                "save another step, or to another folder."
             )
         if is_store(folder):
             raise CheckpointError(
-                f"{folder} already holds a complete checkpoint, and an object store cannot "
-                "swap one for another at once: delete it first, or save to another folder."
+                f"{folder} already holds a complete checkpoint, which cannot be replaced "
+                "atomically in an object store: delete it first, or save to another folder."
             )
         folder = folder.with_name(folder.name + _INCOMING)
     try:
@@ -220,8 +221,8 @@ def _check_ours(folder: Path) -> None:
     """Raise CheckpointError for steps of Megatron, whose run folders look like mcore's."""
     if foreign := _foreign_files(folder):
         raise CheckpointError(
-            f"{folder} holds {foreign[0].name}, which no save of mcore writes: it is a "
-            "checkpoint of another program, and is kept. Save to a run folder of mcore."
+            f"{folder} holds {foreign[0].name}: it is a checkpoint of another program, which "
+            "is not overwritten. Save to a run folder of mcore."
         )
 
 
@@ -232,12 +233,12 @@ def _foreign_files(folder: Path) -> list[Path]:
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
-    """Make a written folder the run's newest step: index, then pointer, each durable.
+    """Make a written folder the run's newest step: writes the index, then the pointer.
 
-    Then deletes what interrupted saves left.
+    Both are durable. Then deletes folders of interrupted saves.
 
     Args:
-        written: folder of ``make_fresh``, with every other file in it durable.
+        written: folder of ``make_fresh``, in which all other files are durable.
         run_folder: folder of the pointer.
         step: step that the pointer will name.
         index: content of the index.
@@ -258,14 +259,14 @@ def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Pa
 
 
 def _clean(run_folder: Path) -> None:
-    """Delete what interrupted saves moved aside; never a readable step."""
-    for aside in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
-        name, _, kind = aside.name.partition(".")
-        folder = aside.with_name(name)
+    """Delete folders that interrupted saves moved aside; never a readable step."""
+    for path in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
+        name, _, kind = path.name.partition(".")
+        folder = path.with_name(name)
         is_old = f".{kind}" == _REPLACED and is_complete(folder)
-        is_half = f".{kind}" == _INCOMING and not is_complete(aside)
-        if is_old or is_half or _GARBAGE in aside.name:
-            remove(aside)
+        is_partial = f".{kind}" == _INCOMING and not is_complete(path)
+        if is_old or is_partial or _GARBAGE in path.name:
+            remove(path)
     # Temporary pointers of saves that were killed before the rename.
     for pointer in run_folder.glob(f".{TRACKER}.*"):
         pointer.unlink(missing_ok=True)
@@ -294,7 +295,7 @@ def remove_steps(run_folder: str | Path) -> None:
     """Delete the pointer, then every step of a run folder; one rank, lock held.
 
     Raises:
-        CheckpointError: before anything is deleted, if a step is of another program.
+        CheckpointError: before anything is deleted, if a step belongs to another program.
     """
     run_folder = as_path(run_folder)
     names = ("iter_*", RELEASE, f"{RELEASE}.*")

@@ -1,8 +1,8 @@
 """Plans of writes and reads: pure functions, equal on all ranks.
 
-Ranks exchange what they hold as names and boxes, never tensors; from the same claims each rank
-computes the same plan, so that no plan is sent. A box that several ranks hold is written by one
-of them, so that all write about the same number of bytes.
+Ranks exchange claims, the names and boxes that they hold, but no tensors. From the same claims
+each rank computes the same plan, so that no plan is sent. A box that several ranks hold is
+written by one of them, chosen so that all ranks write about the same number of bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank holds of one tensor."""
+    """The boxes of one tensor that one rank holds."""
 
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
-    """As safetensors writes it, ``BF16``."""
+    """Safetensors' name, such as ``BF16``."""
     owner: bool
     """Whether this rank is the first holder of its boxes. The owners' boxes must cover the
-    tensor exactly; others are copies, and may be written if they equal an owner's box."""
+    tensor exactly; other boxes are copies, and may be written if they equal an owner's box."""
     boxes: tuple[Box, ...]
     """Regions of the tensor."""
 
@@ -49,7 +49,7 @@ class Write:
     """One box that one rank writes to its file."""
 
     name: str
-    """The tensor."""
+    """Name of the tensor."""
     box: Box
     """Region of the tensor."""
 
@@ -64,11 +64,11 @@ class PlannedTensor:
     """One tensor of a file, stacked from boxes of logical tensors."""
 
     key: str
-    """Its name in the file."""
+    """Name in the file."""
     dtype: str
-    """As safetensors writes it."""
+    """Safetensors' name of the dtype."""
     shape: tuple[int, ...]
-    """Of the tensor in the file."""
+    """Shape of the tensor in the file."""
     sections: tuple[Write, ...]
     """The boxes, stacked by rows."""
 
@@ -89,13 +89,13 @@ class Read:
 
 
 def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
-    """Assign each box to one of the ranks that hold it.
+    """Assign each box to one of the ranks that hold it. Pure.
 
-    Boxes with one holder come first, then the largest go to the least loaded rank. Within a
-    file wide items come first, so that every item is aligned to its size.
+    Boxes with one holder are assigned first, then the others, the largest first, to the holder
+    with the fewest bytes. In a file wide dtypes come first, so that every tensor is aligned.
 
     Returns:
-        Each rank's writes in file order; every element of every tensor is in exactly one.
+        Each rank's writes in file order; every element of every tensor is in exactly one write.
 
     Raises:
         ValueError: with each tensor whose shapes or dtypes differ between ranks, or whose
@@ -143,10 +143,10 @@ def _balance(
 
     load = [0] * num_ranks
     writes: list[list[Write]] = [[] for _ in range(num_ranks)]
-    by_freedom = sorted(
+    ordered = sorted(
         holders.items(), key=lambda item: (len(item[1]) > 1, -size(item[0]), *_key(item[0]))
     )
-    for write, ranks in by_freedom:
+    for write, ranks in ordered:
         rank = min(ranks, key=lambda r: (load[r], r))
         load[rank] += size(write)
         writes[rank].append(write)
@@ -161,7 +161,7 @@ def _key(write: Write) -> tuple[str, Box]:
 
 @dataclass(frozen=True, slots=True)
 class SharedBox:
-    """A box that several ranks of one host need: one reads it and sends it to the others."""
+    """A box that several ranks of a host need: one rank reads it and sends it to the others."""
 
     write: Write
     """The tensor and the box."""
@@ -170,7 +170,7 @@ class SharedBox:
     reader: int
     """Rank that reads the box."""
     others: tuple[int, ...]
-    """Ranks that receive it."""
+    """Ranks that receive the box."""
 
 
 def plan_sharing(
@@ -216,15 +216,17 @@ def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
         shared = intersect((chunk.offsets, chunk.lengths), box)
         if shared is not None:
             reads.append(Read(number, shared))
-    found = sum(prod(read.box[1]) for read in reads)
-    if found != prod(box[1]):
-        raise ValueError(f"{found} of the {prod(box[1])} requested elements are in the files")
+    num_found = sum(prod(read.box[1]) for read in reads)
+    if num_found != prod(box[1]):
+        raise ValueError(
+            f"the files hold only {num_found} of the {prod(box[1])} requested elements"
+        )
     return reads
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Differences of tensors that exist on both sides; one sentence each, by name."""
+    """Differences of tensors that are in model and checkpoint, a message for each by name."""
 
     shapes: Mapping[str, str]
     """Tensors of another shape."""
@@ -237,7 +239,7 @@ class Differences:
 def load_differences(
     wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
 ) -> Differences:
-    """Compare shapes, dtypes and chunks of tensors that exist on both sides."""
+    """Compare shapes, dtypes and chunks of tensors that are in model and checkpoint."""
     shapes, dtypes, faults = {}, {}, []
     for name, claim in wanted.items():
         entry = index.get(name)
@@ -263,10 +265,10 @@ def load_differences(
 
 
 def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Compare names: those of the model that are absent, and those that no model loads.
+    """Compare the names that are wanted with those that are held.
 
     Returns:
-        Two lists; a missing name is followed by the most similar unexpected one.
+        The missing names, each with the most similar unexpected name, and the unexpected names.
     """
     wanted_set, held_set = set(wanted), set(held)
     unexpected = sorted(held_set - wanted_set)

@@ -342,7 +342,7 @@ RULES: tuple[Rule, ...] = (
         "no permission",
         "permission",
         r"Permission denied|PermissionError|Operation not permitted|Read-only file system|"
-        r"AccessDenied|403 Forbidden|40[13] Client Error|gated repo|may not be written|"
+        r"AccessDenied|403 Forbidden|40[13] Client Error|gated repo|is not writable|"
         r"cannot be written",
         "Give the job's user permission for the path that the line names.",
     ),
@@ -386,14 +386,14 @@ RULES: tuple[Rule, ...] = (
     _root(
         "checkpoint",
         "checkpoint",
-        r"is damaged|was cut short|is no sound|no safetensors file|names it\b|proof failed|"
-        r"no file of torch\.save|\.safetensors\b|Error\(s\) in loading state_dict|"
+        r"is damaged|was cut short|is not a (?:valid )?safetensors file|lists it\b|names it\b|"
+        r"proof failed|file of torch\.save|\.safetensors\b|Error\(s\) in loading state_dict|"
         r"size mismatch for|Missing key\(s\) in state_dict|"
-        r"Unexpected key\(s\) in|CheckpointError|CheckpointException|has not the checksum|"
+        r"Unexpected key\(s\) in|CheckpointError|CheckpointException|"
         r"was saved under another layout|SafetensorError|"
         r"InvalidHeaderDeserialization|PytorchStreamReader failed|invalid magic number|"
         r"weight shapes do not match|holds another model|the checkpoint\'s |"
-        r"bytes, not the \d+ written|"
+        r"bytes, but \d+ were written|"
         r"the checkpoint (?:holds|has|was|needs|in)|"
         r"checkpoint .{0,80}(?:damaged|cut off|incomplete|truncated|another model)|"
         r"Invalid access of peer .* checkpoint|unpickling stack underflow",

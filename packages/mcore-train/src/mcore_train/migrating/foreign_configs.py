@@ -1,8 +1,9 @@
-"""Keys of NeMo, Megatron-Bridge, torchtitan and DeepSpeed configs, and what each becomes.
+"""Tables that translate configs of NeMo, Megatron-Bridge, torchtitan and DeepSpeed to flags.
 
-A row is text with flags (``--lr {}``, with the value in place of the braces), text after
-``refused:``, or a note; or a function of the value and of the whole flat table that returns
-such a text. A switch without braces is written if the value is true.
+The row of a key is a text, or a function that returns the text, given the value and the
+complete flat table. A text is flags (``--lr {}``, with the value in place of the braces), a
+refusal that begins with ``refused:``, or a note. A flag without braces is written if the value
+is true.
 """
 
 import json
@@ -31,7 +32,7 @@ def flat(table: Table, prefix: str = "") -> dict[str, Any]:
 
 
 def answer(row: Row, value: Any, table: Table) -> str:
-    """Return what a key becomes: flags, a note, or a text after ``refused:``."""
+    """Return the translation of a key: flags, a note, or a text after ``refused:``."""
     if not isinstance(row, str):
         return row(value, table)
     text = row
@@ -44,7 +45,7 @@ def answer(row: Row, value: Any, table: Table) -> str:
 
 
 def megatron_flag(key: str, value: Any) -> str:
-    """Spell a field of a Megatron config as the flag of its name."""
+    """Return the flag with the name of a Megatron field, and its value."""
     flag = "--" + key.rpartition(".")[2].replace("_", "-")
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
@@ -65,11 +66,11 @@ def _mixed(value: Any, table: Table) -> str:
     if "fp8" not in name:
         return _precision(value, table)
     recipes = {"delayed": "delayed", "current": "tensorwise", "subchannel": "blockwise"}
-    found = next((recipe for word, recipe in recipes.items() if word in name), "")
-    if not found:
+    recipe_name = next((recipe for word, recipe in recipes.items() if word in name), "")
+    if not recipe_name:
         return f"refused: use --fp8-format and --fp8-recipe for {value}."
-    kind = "e4m3" if found == "blockwise" else "hybrid"
-    return f"--bf16 --fp8-format {kind} --fp8-recipe {found}"
+    fp8_format = "e4m3" if recipe_name == "blockwise" else "hybrid"
+    return f"--bf16 --fp8-format {fp8_format} --fp8-recipe {recipe_name}"
 
 
 def _norm(value: Any, _: Table) -> str:
@@ -86,7 +87,7 @@ def _activation(value: Any, table: Table) -> str:
     if name == "gelu" and not is_gated:
         return "--no-swiglu"
     known = {"squared-relu": "--squared-relu", "squared_relu": "--squared-relu"}
-    return known.get(name, f"refused: no activation {value} here; see --swiglu.")
+    return known.get(name, f"refused: activation {value} is not supported; see --swiglu.")
 
 
 def _blend(value: Any, _: Table) -> str:
@@ -113,8 +114,8 @@ def _optimizer(value: Any, _: Table) -> str:
         f"--optimizer {name}"
         if name in ("sgd", "lion", "muon")
         else (
-            f"refused: no optimizer {value}; use --optimizer adam, sgd, lion, muon, soap or "
-            "adafactor."
+            f"refused: optimizer {value} is not supported; use --optimizer adam, sgd, lion, "
+            "muon, soap or adafactor."
         )
     )
 
@@ -125,14 +126,14 @@ def _nemo_schedule(value: Any, _: Table) -> str:
     return (
         f"--lr-decay-style {style}"
         if style
-        else (f"refused: no schedule {value} here; use --lr-decay-style.")
+        else (f"refused: schedule {value} is not supported; use --lr-decay-style.")
     )
 
 
 NEMO: Mapping[str, Row] = {
     "trainer.devices": "counted in the world of the dry run; torchrun starts the ranks",
     "trainer.num_nodes": "counted in the world of the dry run; torchrun starts the ranks",
-    "trainer.accelerator": "GPUs are taken where they are (--device auto)",
+    "trainer.accelerator": "GPUs are used if present (--device auto)",
     "trainer.precision": _precision,
     "trainer.max_steps": "--train-iters {}",
     "trainer.val_check_interval": "--eval-interval {}",
@@ -212,9 +213,9 @@ NEMO: Mapping[str, Row] = {
     ),
     "ddp.check_for_nan_in_grad": "gradients are always checked",
     "logger.wandb_*": "refused: use --wandb-project, with --loggers for other services.",
-    "*._target_": "the class that the config builds; options alone are read",
+    "*._target_": "a class of that program; only options are translated",
 }
-"""NeMo 1 and 2 and Megatron-Bridge; keys without a row are flags of their own name."""
+"""Rows of NeMo 1 and 2 and Megatron-Bridge; keys without a row become the flag of that name."""
 
 
 def _titan_preset(value: Any, table: Table) -> str:
@@ -365,7 +366,7 @@ TORCHTITAN: Mapping[str, Row] = {
     "fault_tolerance.*": "refused: mcore-train launch restarts jobs; use --inprocess-restart.",
     "experimental.*": _LOOP,
 }
-"""torchtitan's sections and keys."""
+"""Rows of torchtitan's sections and keys."""
 
 
 def _is_on(table: Table, section: str) -> bool:
@@ -396,7 +397,7 @@ def _stage(value: Any, _: Table) -> str:
         1: "--use-distributed-optimizer",
         2: "--data-parallel-sharding-strategy optim_grads",
         3: "--data-parallel-sharding-strategy optim_grads_params",
-    }.get(value, f"refused: no ZeRO stage {value}.")
+    }.get(value, f"refused: ZeRO stage {value} does not exist.")
 
 
 def _offload(flag: str) -> Callable[[Any, Table], str]:
@@ -427,7 +428,7 @@ DEEPSPEED: Mapping[str, Row] = {
     "zero_optimization.overlap_comm": lambda value, table: (
         "--overlap-grad-reduce"
         if value and table.get("zero_optimization.stage", 0) < 2
-        else "gradients are reduced under the backward pass where they are sharded"
+        else "sharded gradients are always reduced during the backward pass"
     ),
     "zero_optimization.reduce_bucket_size": lambda value, _: f"--ddp-bucket-size {int(value)}",
     "zero_optimization.offload_optimizer.device": _offload("--optimizer-cpu-offload"),
@@ -448,7 +449,7 @@ DEEPSPEED: Mapping[str, Row] = {
         "WarmupLR": "--lr-decay-style constant",
         "WarmupDecayLR": "--lr-decay-style linear",
         "WarmupCosineLR": "--lr-decay-style cosine",
-    }.get(value, f"refused: no schedule {value} here; use --lr-decay-style."),
+    }.get(value, f"refused: schedule {value} is not supported; use --lr-decay-style."),
     "scheduler.params.warmup_max_lr": "--lr {}",
     "scheduler.params.warmup_min_lr": "--lr-warmup-init {}",
     "scheduler.params.warmup_num_steps": "--lr-warmup-iters {}",
@@ -471,7 +472,7 @@ DEEPSPEED: Mapping[str, Row] = {
     "compression_training.*": "refused: use mcore-infer quantize for a trained model.",
     "data_efficiency.*": "refused: use --seq-length-schedule or --step-batch-size-schedule.",
 }
-"""DeepSpeed's JSON."""
+"""Rows of DeepSpeed's JSON."""
 
 HF_FIELDS: Mapping[str, str] = {
     "num_hidden_layers": "num_layers",
@@ -496,9 +497,9 @@ HF_FIELDS: Mapping[str, str] = {
     "attention_bias": "add_qkv_bias",
     "sliding_window": "window_size",
 }
-"""Fields of a config.json whose option has another name."""
+"""Option of each field of a Hugging Face config.json that has another name."""
 
 
 def render(value: Any) -> str:
-    """Write a value of a config as it is read."""
+    """Return a value of a config as text, as the config file has it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -2,11 +2,11 @@
 
 A ``Decoder`` lists fixed fields, defaults of transformers, and ``FieldRule`` parts that read
 and write fields of both sides together. A field of ours that no part covers must have its
-default, so that a new field is refused by every family until it is added to one.
+default, so that every family refuses a new field until the field is added to a part.
 
-Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the new ones
-(``rope_parameters``, ``dtype``); writes both where they do not contradict, so that every
-transformers since 4.40 reads a folder.
+The old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the new ones
+(``rope_parameters``, ``dtype``) are read; both are written unless they contradict, so that
+every transformers since 4.40 reads a folder.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,7 +45,7 @@ from mcore_models.logical_tensors import (
 )
 
 Description = Mapping[str, Any]
-"""A model in our fields; see ``families``."""
+"""Description of a model in our fields; see ``families``."""
 
 Theirs = dict[str, Any]
 """Fields of a config.json."""
@@ -65,14 +65,15 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """A group of our fields, and how a config.json expresses them; one row, both directions."""
+    """Converts a group of our fields from and to the fields of a config.json."""
 
     covers: tuple[str, ...] = ()
     """Our fields that this rule covers."""
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _nothing
-    """From their fields and our fields read so far, our fields."""
+    """Returns our fields, given their fields and our fields read so far."""
     write: Callable[[Description, Theirs], Theirs] = _nothing
-    """From our fields and their fields written so far, their fields; may change the latter."""
+    """Returns their fields, given our fields and their fields written so far, which it may
+    change."""
     keep: tuple[str, ...] = ()
     """Their fields that this family reads, though most families ignore them."""
 
@@ -102,9 +103,9 @@ ATTENTION_BIAS = pair("add_attention_bias", "attention_bias", False)
 
 
 def _own_heads(_: Description, theirs: Theirs) -> Theirs:
-    own = theirs["hidden_size"] // theirs["num_attention_heads"]
-    if theirs.pop("head_dim") != own:
-        raise ValueError(f"it cannot express --kv-channels: only {own}, hidden size / heads")
+    width = theirs["hidden_size"] // theirs["num_attention_heads"]
+    if theirs.pop("head_dim") != width:
+        raise ValueError(f"it cannot express --kv-channels: only {width}, hidden size / heads")
     return {}
 
 
@@ -122,7 +123,7 @@ def _own_groups(description: Description, theirs: Theirs) -> Theirs:
 
 
 OWN_GROUPS = FieldRule(covers=("add_qkv_bias",), write=_own_groups)
-"""Every head has its own keys and values; biases in all linears or in none."""
+"""Each query head has separate keys and values; biases in all linears or in none."""
 
 
 def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
@@ -140,7 +141,7 @@ def _read_epsilon(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     if ours["norm_epsilon"] != 1e-5:
         raise ValueError(
             f"config.json has layer_norm_eps={ours['norm_epsilon']!r}, which this family "
-            "ignores: its norms have 1e-05. Take the field out."
+            "ignores: its norms have 1e-05. Remove the field."
         )
     return {}
 
@@ -152,12 +153,12 @@ def _write_epsilon(_: Description, theirs: Theirs) -> Theirs:
 
 
 FIXED_EPSILON = FieldRule(read=_read_epsilon, write=_write_epsilon)
-"""The epsilon of LayerNorms is 1e-5: no field, with ``layer_norm_eps`` absent."""
+"""The epsilon of LayerNorms is 1e-5: no field ``layer_norm_eps``."""
 
 _PLAIN = {"gelu": "", "gelu_tanh": "openai_gelu", "relu": "relu", "relu2": "squared_relu"}
 _GATED = {"silu": "swiglu", "gelu": "exact_geglu", "gelu_tanh": "geglu"}
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Their names of one function, the tanh approximation of GELU."""
+"""Their names of the tanh approximation of GELU."""
 
 
 def activation_rule(theirs: str, default: str, *, gated: bool = False) -> FieldRule:
@@ -197,7 +198,7 @@ def activation_rule(theirs: str, default: str, *, gated: bool = False) -> FieldR
 
 
 def both_dropouts(first: str, second: str, default: float) -> FieldRule:
-    """Return the rule of two fields of theirs that both equal our ``hidden_dropout``."""
+    """Return the rule of two of their fields that must both equal our ``hidden_dropout``."""
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
         dropout = fields.take(first, default)
@@ -221,13 +222,13 @@ class Decoder:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Our fields with the same value in all models of the family."""
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """The family's names of fields that most families name alike."""
+    """The family's name of each field that has another name in most families."""
     rotates: bool = True
     """Whether queries and keys rotate; if not, ``fixed`` sets ``position_embedding_type``."""
     stretched_layers: str = ""
     """Layer type whose positions ``rope_scaling`` stretches; empty: all layers."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Values that transformers assumes for absent fields, where they differ from Llama's."""
+    """Values that transformers assumes for absent fields, if they differ from Llama's."""
     only: Mapping[str, Any] = field(default_factory=dict)
     """Their fields with one allowed value, which is written."""
     refused: Mapping[str, Any] = field(default_factory=dict)
@@ -252,15 +253,15 @@ class Decoder:
     """Share of each head that rotates if config.json states none; 0: whole heads, and any other
     value in config.json is refused."""
     normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Rewrites other spellings of a config.json into the usual one."""
+    """Rewrites the family's spellings of a config.json into the usual ones."""
     weights: Callable[[Description], Table] | None = None
-    """Lists the rules of the weights; None: ``decoder_table``."""
+    """Returns the rules of the weights; None: ``decoder_table``."""
     as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """See ``families``."""
     renames: Callable[[Collection[str]], dict[str, str]] | None = None
     """See ``families``."""
     carries: tuple[str, ...] = ()
-    """Their fields that are copied besides ``unread``."""
+    """Their fields that are copied in addition to ``unread``."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config.json to a description."""
@@ -312,7 +313,7 @@ class Decoder:
         if not self.partial and ours["rotary_percent"] != 1.0:
             raise ValueError(
                 f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
-                "family ignores: it rotates whole heads. Take the field out."
+                "family ignores, as it rotates whole heads. Remove the field."
             )
         return ours
 
@@ -367,12 +368,12 @@ class Decoder:
         return theirs
 
     def table(self, description: Description) -> Table:
-        """List the weights."""
+        """Return the rules of the weights."""
         return (self.weights or decoder_table)(description)
 
 
 def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
-    """Return the layers of a hybrid pattern; ValueError for types that the family has not."""
+    """Return the layers of a hybrid pattern; ValueError for types that the family lacks."""
     require_family(description, "gpt")
     pattern = setting(description, "hybrid_override_pattern")
     layers = pattern_layers(pattern)
@@ -388,7 +389,7 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 """Norms before attention and before the feed-forward layer."""
 
 ANGLES = ("*.rotary_emb.inv_freq",)
-"""Tensors of old folders that are computed when needed."""
+"""Patterns of rotary frequencies in old folders, which are computed instead."""
 
 
 def decoder_table(
@@ -397,12 +398,12 @@ def decoder_table(
     norms: Mapping[str, str] | None = None,
     extra: Iterable[Rule] = (),
 ) -> Table:
-    """List the weights of a Llama-like model.
+    """Return the rules of a Llama-like model's weights.
 
     Args:
-        description: of the model.
+        description: description of the model.
         mlp: rules of the feed-forward layers; None: a dense MLP.
-        norms: our names of a layer's norms and theirs; None: one before each half.
+        norms: our names of a layer's norms and theirs; None: a norm before each half.
         extra: rules to append.
     """
     halves = mlp_rules(description) if mlp is None else mlp
@@ -419,11 +420,11 @@ def decoder_table(
 def attention_rules(
     description: Mapping[str, Any], norms: Mapping[str, str] | None = None
 ) -> list[Rule]:
-    """Return the rules of a layer's norms and attention projections, with biases if it has any.
+    """Return the rules of a layer's norms and attention projections, with their biases.
 
     Args:
-        description: of the model.
-        norms: our names of the norms and theirs; None: one before each half.
+        description: description of the model.
+        norms: our names of the norms and theirs; None: a norm before each half.
     """
     config = settings(description)
     rules = [
@@ -483,7 +484,7 @@ def gated_rules(
 
     Args:
         ours: prefix of our names within a layer, up to the dot.
-        theirs: prefix of theirs.
+        theirs: prefix of their names within a layer, up to the dot.
         layers: layers that have the network; None: all.
         names: their names of gate, up- and down-projection.
     """
@@ -523,7 +524,15 @@ def with_head(
     head: str = "lm_head.weight",
     droppable: tuple[str, ...] = (),
 ) -> Table:
-    """List weights by given rules, and the head: its own, or a copy of the embedding."""
+    """Return a table of rules with the head added: separate, or a copy of the embedding.
+
+    Args:
+        description: description of the model.
+        rules: rules of all weights but the head.
+        embedding: their name of the embedding.
+        head: their name of the head.
+        droppable: patterns of their names that are ignored.
+    """
     is_untied = setting(description, "untie_embeddings_and_output_weights")
     last = [Rule("head.weight", head)] if is_untied else []
     return Table(
@@ -536,7 +545,7 @@ def with_head(
 
 
 def below_transformer(names: Collection[str]) -> dict[str, str]:
-    """Map the names of a bare model's folder to names below ``transformer.``."""
+    """Return the names below ``transformer.`` of a bare model's tensors, by present name."""
     if any(name.startswith("transformer.") for name in names):
         return {}
     return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}

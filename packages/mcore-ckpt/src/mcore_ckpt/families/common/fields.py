@@ -1,4 +1,4 @@
-"""Reads and writes fields of a config.json one by one; our fields and their defaults."""
+"""Reads fields of a config.json one by one; reads and checks fields of a description."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -37,7 +37,7 @@ USUAL = (
     *("untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout"),
     *("window_size", "window_attn_skip_freq", "init_method_std"),
 )
-"""Fields that most families have, as Megatron's arguments do."""
+"""Fields that most families have and that Megatron's arguments contain."""
 
 _TRAINING_ONLY = (
     *("make_vocab_size_divisible_by", "embedding_init_method_std", "mtp_loss_scaling_factor"),
@@ -48,9 +48,9 @@ _TRAINING_ONLY = (
 VARIANTS = {
     name: value for name, value in DEFAULTS.items() if name not in (*USUAL, *_TRAINING_ONLY)
 }
-"""Defaults of fields that few families have; the others refuse them by ``refuse_variants``.
+"""Defaults of fields that few families have; other families refuse them by ``refuse_variants``.
 
-A new field of the config belongs here until ``USUAL`` names it.
+A new field of the config is here until it is added to ``USUAL``.
 """
 
 GENERATION_FIELDS = (
@@ -64,7 +64,7 @@ GENERATION_FIELDS = (
     *("begin_suppress_tokens", "num_return_sequences", "output_scores"),
     "return_dict_in_generate",
 )
-"""Sampling options of ``generate``: in generation_config.json today, in config.json earlier."""
+"""Sampling options of ``generate``, which old folders have in config.json."""
 
 CARRIED = (
     "bos_token_id",
@@ -119,7 +119,7 @@ class UnknownFieldsError(ValueError):
     """A config.json has fields that its family does not read.
 
     Attributes:
-        names: of the fields.
+        names: names of these fields.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ class UnknownFieldsError(ValueError):
         listed = ", ".join(f"{name}={fields[name]!r}" for name in self.names)
         super().__init__(
             f"config.json has unknown fields: {listed}. If they do not change what the model "
-            "computes, --keep-unknown-config-fields carries them along."
+            "computes, --keep-unknown-config-fields copies them."
         )
 
 
@@ -145,30 +145,33 @@ class Fields:
         Args:
             config: fields of the config.json.
             keep: fields that this family reads, though most families ignore them.
-            absent: values for absent fields, where this family differs from others; a field
-                that is null is not absent.
+            absent: values for absent fields, if this family's differ from other families'; a
+                field that is null is not absent.
 
         Raises:
-            ValueError: if a field has an invalid value, or a quantization that is not read
-                here.
+            ValueError: if a field has an invalid value, or the quantization is not supported.
         """
         for name, value in config.items():
-            if value is not None and (wanted := _unlike(name, value)):
-                raise ValueError(f"config.json has {name}={value!r}: it must be {wanted}.")
+            if value is not None and (requirement := _unlike(name, value)):
+                raise ValueError(f"config.json has {name}={value!r}: it must be {requirement}.")
         if config.get("quantization_config"):
             raise ValueError(
-                "config.json has quantization_config, which mcore cannot represent here: "
-                "read are fp8 in blocks or with a scale a tensor, MXFP4, bitsandbytes, GPTQ "
-                "(4 and 8 bits), AWQ (4 bits, gemm), compressed-tensors, and modelopt's "
-                "folders with any algorithm that quantize writes. Dequantize others with their "
-                "own tool."
+                "config.json has quantization_config, which mcore cannot represent here. "
+                "Supported are fp8 in blocks or with a scale per tensor, MXFP4, bitsandbytes, "
+                "GPTQ (4 and 8 bits), AWQ (4 bits, gemm), compressed-tensors, and modelopt's "
+                "folders with any algorithm that quantize writes. Dequantize other folders "
+                "with the tool that quantized them."
             )
         silent = _IGNORED - set(keep)
         complete = {**(absent or {}), **config}
         self._left = {name: v for name, v in complete.items() if name not in silent}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a field and count it as read; null counts as absent."""
+        """Return a field and count it as read; null counts as absent.
+
+        Raises:
+            ValueError: if the field is absent and has no default.
+        """
         value = self._left.pop(name, None)
         if value is None and default is None:
             raise ValueError(f"config.json lacks {name}.")
@@ -197,7 +200,7 @@ class Fields:
     def described(
         self, config: dict[str, Any], moe: dict[str, Any] | None = None, family: str = "gpt"
     ) -> dict[str, Any]:
-        """Return a description of these fields; read the vocabulary's size and ``finish``.
+        """Return the description with these fields; reads the vocabulary size and finishes.
 
         Raises:
             UnknownFieldsError: if fields were not read.
@@ -208,16 +211,16 @@ class Fields:
 
 
 def _unlike(name: str, value: Any) -> str:
-    """Return the kind of value that a field requires; empty if its value is of that kind."""
+    """Return the kind of value that a field requires; empty if the value is of that kind."""
     if name in _HEADS or name in _INTEGERS:
-        least = 1 if name in _HEADS else 0
-        is_right = type(value) is int and value >= least
-        return "" if is_right else f"a whole number from {least}"
+        minimum = 1 if name in _HEADS else 0
+        is_valid = type(value) is int and value >= minimum
+        return "" if is_valid else f"a whole number from {minimum}"
     if name in _NUMBERS:
-        is_right = type(value) in (int, float) and 0 <= value < float("inf")
+        is_valid = type(value) in (int, float) and 0 <= value < float("inf")
         if name in _POSITIVE:
-            return "" if is_right and value else "a number above 0"
-        return "" if is_right else "a number from 0"
+            return "" if is_valid and value else "a number above 0"
+        return "" if is_valid else "a number from 0"
     if name in _SWITCHES:
         return "" if type(value) is bool else "true or false"
     return "an object" if name in _TABLES and not isinstance(value, Mapping) else ""
@@ -251,8 +254,8 @@ def refuse_variants(description: Mapping[str, Any], *covered: str) -> None:
     """Raise ValueError for fields of ``VARIANTS`` that a family does not have.
 
     Args:
-        description: of the model.
-        covered: fields that the family has, or checks itself.
+        description: description of the model.
+        covered: fields that the family has, or checks separately.
     """
     require(description, **{n: v for n, v in VARIANTS.items() if n not in covered})
 
@@ -261,7 +264,7 @@ REQUIRED = object()
 """Default of a field that must be present."""
 
 Pairs = Iterable[tuple[str, str, Any]]
-"""Our field, theirs, and its value if absent or null; None remains None."""
+"""Our field, their field, and the value if it is absent or null; None remains None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,31 +272,34 @@ class Nullable:
     """Default of a field whose null has a meaning, such as no cap."""
 
     absent: Any
-    """The value where the field is absent."""
+    """Value of an absent field."""
 
 
 def read_pairs(fields: Fields, pairs: Pairs) -> dict[str, Any]:
-    """Read fields that differ in name only.
+    """Return our fields for fields that differ in name only.
 
     Raises:
-        ValueError: if a required one is absent.
+        ValueError: if a required field is absent.
     """
     ours = {}
-    for mine, there, default in pairs:
+    for our_name, their_name, default in pairs:
         if isinstance(default, Nullable):
-            ours[mine] = fields.maybe(there, default.absent)
+            ours[our_name] = fields.maybe(their_name, default.absent)
             continue
-        value = fields.take(there) if default is REQUIRED else fields.maybe(there)
-        ours[mine] = default if value is None else value
+        value = fields.take(their_name) if default is REQUIRED else fields.maybe(their_name)
+        ours[our_name] = default if value is None else value
     return ours
 
 
 def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
-    """Write the fields of ``read_pairs``; None is omitted, since null may have a meaning."""
-    values = [(there, description["config"].get(mine), kind) for mine, there, kind in pairs]
+    """Return their fields, inverse of ``read_pairs``; omits None, as null may mean more."""
+    values = [
+        (their_name, description["config"].get(our_name), kind)
+        for our_name, their_name, kind in pairs
+    ]
     return {
-        there: value
-        for there, value, kind in values
+        their_name: value
+        for their_name, value, kind in values
         if value is not None or isinstance(kind, Nullable)
     }
 
@@ -325,7 +331,7 @@ PLAIN_ROUTING = {
 FULL_TOKENS = {
     name: _DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
 }
-"""Common to all families: experts read tokens at full width and drop none."""
+"""Fields common to all families: experts read tokens at full width and drop none."""
 
 
 def expert_setting(description: Mapping[str, Any], name: str) -> Any:
@@ -334,7 +340,7 @@ def expert_setting(description: Mapping[str, Any], name: str) -> Any:
 
 
 def described_expert_size(description: Mapping[str, Any]) -> int:
-    """Return the width inside one routed expert."""
+    """Return F, the feed-forward width of one routed expert."""
     return expert_size(settings(description), expert_settings(description))
 
 
@@ -364,7 +370,7 @@ def sparse_and_dense(description: Mapping[str, Any]) -> tuple[tuple[int, ...], t
 
 
 def write_layers(has_experts: Iterable[int]) -> str:
-    """Return ``moe_layer_freq`` for layers with (true) and without experts."""
+    """Return ``moe_layer_freq`` for layers with (1) and without (0) experts."""
     pattern = [int(has) for has in has_experts]
     return "1" if all(pattern) else str(pattern).replace(" ", "")
 

@@ -1,4 +1,4 @@
-"""Layers with a window or without rotation: lists in config.json, patterns in our fields."""
+"""Rules of layers with a window or without rotation: lists in config.json, patterns in ours."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +29,8 @@ def windows(every: int, *, unused: bool = False) -> FieldRule:
     """Return the rule of a sliding window that some layers have.
 
     Args:
-        every: without ``layer_types``, every so many-th layer has no window; 0: all have one.
+        every: without ``layer_types``, each ``every``-th layer has no window; 0: all layers
+            have a window.
         unused: whether the size is kept if no layer has a window.
     """
     return FieldRule(
@@ -53,8 +54,8 @@ def _read_windows(
     if types is None:
         if not isinstance(every, int):
             raise ValueError(
-                f"config.json has sliding_window_pattern={every!r}, which must be a number; or "
-                f"layer_types must name each layer's kind, {LOCAL} or {FULL}."
+                f"config.json has sliding_window_pattern={every!r}: it must be a number, or "
+                f"layer_types must name the kind of each layer, {LOCAL} or {FULL}."
             )
         layers = range(ours["num_layers"])
         has_window = [not every or (layer + 1) % every != 0 for layer in layers]
@@ -83,7 +84,7 @@ def _write_windows(description: Description, _: Theirs) -> Theirs:
 
 
 def _read_upper_windows(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read a window of layers from ``max_window_layers`` on, or of ``layer_types``."""
+    """Return our window fields, by ``layer_types`` or from ``max_window_layers`` on."""
     first = fields.take("max_window_layers", 28)
     if not fields.take("use_sliding_window", False):
         fields.maybe("sliding_window")
@@ -96,12 +97,12 @@ def _read_upper_windows(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_upper_windows(description: Description, theirs: Theirs) -> Theirs:
-    found = _write_windows(description, theirs)
-    if found["sliding_window"] is None:
+    windows_fields = _write_windows(description, theirs)
+    if windows_fields["sliding_window"] is None:
         return {"use_sliding_window": False}
-    types = found["layer_types"]
+    types = windows_fields["layer_types"]
     first = types.index(LOCAL) if LOCAL in types else len(types)
-    return {**found, "use_sliding_window": True, "max_window_layers": first}
+    return {**windows_fields, "use_sliding_window": True, "max_window_layers": first}
 
 
 UPPER_WINDOWS = FieldRule(
@@ -110,7 +111,7 @@ UPPER_WINDOWS = FieldRule(
     write=_write_upper_windows,
     keep=("layer_types", "max_window_layers"),
 )
-"""Qwen's windows: a switch, and the first layer that has one."""
+"""Qwen's windows: a switch, and the first layer with a window."""
 
 
 def _read_no_window(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +131,7 @@ NO_WINDOW = FieldRule(read=_read_no_window, write=_write_no_window)
 def read_rotated(fields: Fields, num_layers: int) -> list[bool]:
     """Return for each layer whether queries and keys rotate."""
     interval = fields.take("no_rope_layer_interval")
-    rotated = fields.maybe("no_rope_layers")  # in spite of its name, 1 is rotation
+    rotated = fields.maybe("no_rope_layers")  # despite the name, 1 means rotation
     if rotated:
         return [bool(has) for has in rotated]
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]
@@ -180,8 +181,8 @@ def read_skipped(description: Description, name: str, *, ones: bool = True) -> l
     """Return for each layer whether a pattern field skips the feature there.
 
     Args:
-        description: of the model.
-        name: the pattern field.
+        description: description of the model.
+        name: name of the pattern field.
         ones: whether 1 in a list means skipped.
 
     Raises:
@@ -195,7 +196,7 @@ def read_skipped(description: Description, name: str, *, ones: bool = True) -> l
 
 
 def write_pattern(skipped: Sequence[bool], *, ones: bool = True) -> str:
-    """Return the shortest pattern for these layers; inverse of ``read_skipped``."""
+    """Return the shortest pattern that skips these layers; inverse of ``read_skipped``."""
     if not any(skipped):
         return "0"
     every = list(skipped).index(True) + 1

@@ -1,9 +1,9 @@
 """Rotary positions in a config.json: base, share of the head that rotates, and scaling.
 
-Reads the old spelling (``rope_theta``, ``rope_scaling``) and the new one (``rope_parameters``)
-with the precedence of transformers 5: a ``rope_scaling`` that is not empty replaces
-``rope_parameters`` completely; then base and share in the remaining table precede those at
-config.json's top level. Writes both spellings, with equal values.
+The old spelling (``rope_theta``, ``rope_scaling``) and the new one (``rope_parameters``) are
+read with the precedence of transformers 5: a ``rope_scaling`` that is not empty replaces
+``rope_parameters`` completely; then base and share in the remaining table override those at
+config.json's top level. Both spellings are written, with equal values.
 """
 
 import math
@@ -30,15 +30,16 @@ _REPLACED = "rope_parameters that rope_scaling replaces"
 
 
 def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dict[str, Any]:
-    """Return a config.json with the one rotary table that transformers 5 computes with.
+    """Return a config.json with only the rotary table that transformers 5 uses.
 
     Args:
-        config: a config.json with the old spelling, the new one, or both.
+        config: a config.json with the old spelling, the new spelling, or both.
         stretched_layers: layer type whose table ``rope_scaling`` updates; empty: there is one
             table, which ``rope_scaling`` replaces.
 
     Raises:
-        ValueError: if one of the two is no object.
+        ValueError: if one of the tables is not an object, or has no layer types although
+            ``stretched_layers`` is given.
     """
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters") or {}
     for name, table in (("rope_scaling", scaling or {}), ("rope_parameters", parameters)):
@@ -47,8 +48,8 @@ def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dic
     by_layer = [name for name, table in parameters.items() if isinstance(table, Mapping)]
     if stretched_layers and parameters and not by_layer:
         raise ValueError(
-            f"config.json has rope_parameters={parameters!r}, of which transformers reads "
-            f"nothing in this family: write it by kind of layer, {{{stretched_layers!r}: "
+            f"config.json has rope_parameters={parameters!r}, which transformers ignores in "
+            f"this family: state them for each kind of layer, {{{stretched_layers!r}: "
             "{...}}."
         )
     one = {name: value for name, value in config.items() if name != "rope_scaling"}
@@ -64,11 +65,11 @@ def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dic
 def read_rope(
     fields: Fields, limit: int, *, theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
-    """Read base, share and scaling of rotary positions.
+    """Return our fields for base, share and scaling of rotary positions.
 
     Args:
-        fields: of the config.json, after ``one_rope_table``.
-        limit: its ``max_position_embeddings``; 0: absent.
+        fields: fields of the config.json, after ``one_rope_table``.
+        limit: ``max_position_embeddings`` of the config.json; 0: absent.
         theta: base if config.json states none.
         partial: share of each head that rotates if config.json states none.
 
@@ -88,13 +89,13 @@ def read_rope(
                 f"config.json has {name}={ignored[name]!r} in rope_parameters, which "
                 "transformers ignores when rope_scaling is set: it would compute with "
                 f"{parameters[name]!r}. Move the fields of rope_scaling into rope_parameters, "
-                f"or write the {name} that is meant into rope_scaling."
+                f"or write the intended {name} into rope_scaling."
             )
     return read_one_rope(parameters, limit)
 
 
 def read_one_rope(parameters: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Read one table of rotary parameters; every field must be known."""
+    """Return our fields for one table of rotary parameters; all its fields must be known."""
     rope = Fields(parameters)
     ours: dict[str, Any] = {
         "rotary_base": float(rope.take("rope_theta")),
@@ -118,7 +119,7 @@ def read_one_rope(parameters: Mapping[str, Any], limit: int) -> dict[str, Any]:
             "rope_type": "dynamic",
             "rotary_scaling_factor": factor,
             "original_max_position_embeddings": context,
-            # Their limit is the context before scaling; ours is the longest sequence.
+            # transformers' limit is the context before scaling; ours is the longest sequence.
             "max_position_embeddings": int(context * factor),
         }
     elif kind == "yarn":
@@ -141,13 +142,13 @@ def _read_yarn(rope: Fields, limit: int) -> dict[str, Any]:
     scales = rope.maybe("mscale") or 0.0, rope.maybe("mscale_all_dim") or 0.0
     if scales[1] and not scales[0]:
         raise ValueError(
-            "config.json has mscale_all_dim without mscale, which we cannot express."
+            "config.json has mscale_all_dim without mscale, which mcore cannot represent."
         )
     if not all(scales):  # one of them alone has no effect in YaRN
         scales = 1.0, 0.0
-    given = float(rope.maybe("attention_factor") or 0.0)
-    if abs(given - (0.1 * math.log(factor) + 1)) < 1e-6 and not scales[1]:
-        given = 0.0  # equal to YaRN's own factor
+    attention_factor = float(rope.maybe("attention_factor") or 0.0)
+    if abs(attention_factor - (0.1 * math.log(factor) + 1)) < 1e-6 and not scales[1]:
+        attention_factor = 0.0  # equal to YaRN's own factor
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
@@ -159,7 +160,7 @@ def _read_yarn(rope: Fields, limit: int) -> dict[str, Any]:
         "mscale": float(scales[0]),
         "mscale_all_dim": float(scales[1]),
         "yarn_correction_range_round_to_int": bool(rope.maybe("truncate", True)),
-        "rope_attention_factor": given,
+        "rope_attention_factor": attention_factor,
     }
 
 
@@ -176,7 +177,7 @@ def _read_longrope(rope: Fields, limit: int) -> dict[str, Any]:
 
 
 def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary positions in both spellings.
+    """Return the rotary fields of a config.json in both spellings.
 
     Raises:
         ValueError: if two kinds of scaling are set.

@@ -1,8 +1,8 @@
-"""Shapes that a model's description gives its weights, compared with those in the files.
+"""Compares the shapes of weights in files with those that a model's description requires.
 
-The config.json of other weights may list the same names. Without this check it would give a
-checkpoint that cannot be loaded, or one that loads and computes nonsense. ``gpt_shapes`` serves
-most families; the others define ``shapes`` in their own module.
+A config.json of another model may have the same names of weights. Without this check the
+checkpoint could not be loaded, or would be loaded and compute nonsense. ``gpt_shapes`` has the
+shapes of most families; the other families define ``shapes`` in their modules.
 """
 
 import re
@@ -16,8 +16,8 @@ from mcore_ckpt.storage.shard_plans import listed
 from mcore_models.logical_tensors import layer_config, tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
-"""Shape by name, without the numbers of layer and expert and without ``.weight``; a bias has
-the first of its weight's sizes. If layers differ, shapes by complete names too."""
+"""Shapes by name, without the numbers of layer and expert and without ``.weight``; the shape of
+a bias is the first size of its weight. If layers differ, also shapes by complete names."""
 
 _COUNT = re.compile(r"n_layers?|(\w+_)?(num|n)_(\w+_)?(layers?|experts|blocks)")
 """Fields of any format that count layers or experts, and so determine lengths of lists."""
@@ -28,10 +28,10 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def check_counts(
     fields: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: str
 ) -> None:
-    """Compare the numbers of layers and experts in a foreign config with its tensors.
+    """Check that a foreign config has no more layers and experts than tensors allow.
 
-    A layer or an expert has a tensor of its own, or an index in a stack of matrices. Called
-    before lists of that length are built: a damaged number would fill the memory.
+    Each layer or expert has a separate tensor, or an index in a stack of matrices. Call it
+    before building lists of that length, as a damaged number would fill the memory.
 
     Args:
         fields: flat fields of a foreign file.
@@ -39,18 +39,18 @@ def check_counts(
         where: the file, for messages.
 
     Raises:
-        ValueError: naming the field, its value and the most that the tensors allow.
+        ValueError: with the field, its value and the largest number that the tensors allow.
     """
-    most = 0
-    listed = list(shapes)
-    for shape in listed:
-        most = max(most, *shape[:-2]) if len(shape) > 2 else most
-    most = max(most, len(listed))
+    limit = 0
+    all_shapes = list(shapes)
+    for shape in all_shapes:
+        limit = max(limit, *shape[:-2]) if len(shape) > 2 else limit
+    limit = max(limit, len(all_shapes))
     for name, value in fields.items():
-        if isinstance(value, int) and value > most and _COUNT.fullmatch(name):
+        if isinstance(value, int) and value > limit and _COUNT.fullmatch(name):
             raise ValueError(
-                f"{where} says {name}={value}, and the checkpoint has {len(listed)} tensors, "
-                f"enough for {most} at most: it is damaged, or another model's."
+                f"{where} has {name}={value}, but the checkpoint has {len(all_shapes)} "
+                f"tensors, enough for {limit} at most: it is damaged, or of another model."
             )
 
 
@@ -60,27 +60,33 @@ def check_description(
     """Compare a description's numbers of layers and experts; see ``check_counts``."""
     parts = [description.get(name) for name in ("config", "moe")]
     tables = [part for part in parts if isinstance(part, Mapping)]
-    listed = list(shapes)
+    all_shapes = list(shapes)
     for table in tables:
-        check_counts(table, listed, where)
+        check_counts(table, all_shapes, where)
 
 
 def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
     """Compare the shapes of weights with those that their description requires.
 
     Args:
-        description: of the model; families without shapes here are not checked.
-        entries: weights by logical name; names are checked elsewhere.
+        description: description of the model; unknown families are not checked.
+        entries: weights by logical name; the names are not checked.
+
+    Raises:
+        ValueError: with all weights whose shapes differ.
     """
     shapes = shapes_of(description)
     problems = []
     for name, entry in entries.items():
         shape = expected_shape(name, shapes)
         if shape is not None and entry.shape != shape:
-            problems.append(f"{name}: {list(entry.shape)} there, {list(shape)} by the config")
+            problems.append(
+                f"{name}: {list(entry.shape)} in the file, {list(shape)} by config.json"
+            )
     if problems:
         raise ValueError(
-            f"weight shapes do not match config.json; is it another model's? {listed(problems)}"
+            f"weight shapes do not match config.json: give the config.json of these weights. "
+            f"{listed(problems)}"
         )
 
 
@@ -96,14 +102,14 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the shape of a weight by its family's shapes; None if they do not list it."""
+    """Return the shape of a weight in ``shapes``; None if ``shapes`` does not have it."""
     if name in shapes:
         return shapes[name]
     pattern = within_layer(name)
     stem, _, kind = pattern.rpartition(".")
     if stem not in shapes:
         return shapes.get(pattern)
-    # A bias has one number a row of its weight, also that of a router for its experts.
+    # A bias, also a router's bias for experts, has one number for each row of its weight.
     return shapes[stem] if kind == "weight" else shapes[stem][:1]
 
 

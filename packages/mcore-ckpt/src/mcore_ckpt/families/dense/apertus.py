@@ -1,6 +1,6 @@
 """Apertus: Llama with norms of queries and keys, and a feed-forward layer without a gate.
 
-Its activation has numbers of each layer, see ``mcore_models.layers.xielu``.
+The activation has parameters in each layer, see ``mcore_models.layers.xielu``.
 """
 
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(description: Description) -> Table:
-    numbers = [
+    activation_rules = [
         Rule(f"blocks.*.mlp.xielu.{name}", f"model.layers.*.mlp.act_fn.{name}")
         for name in ("alpha_p", "alpha_n", "beta", "eps")
     ]
-    return decoder_table(description, [*mlp_rules(description), *numbers], _NORMS)
+    return decoder_table(description, [*mlp_rules(description), *activation_rules], _NORMS)
 
 
 FAMILY = Decoder(

@@ -1,4 +1,4 @@
-"""Command-R7B and A: windows in three of four layers, and rotation in those only."""
+"""Command-R7B and A: three of four layers have a window, and only these have rotation."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,7 @@ from mcore_ckpt.families.dense import cohere
 
 def _read(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     if ours["window_size"][0] < 0:
-        raise ValueError(
-            "config.json has no layer with sliding_window: only Cohere is without."
-        )
+        raise ValueError("config.json has no layer with sliding_window: use model_type cohere.")
     return {}
 
 

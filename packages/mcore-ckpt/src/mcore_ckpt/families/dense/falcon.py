@@ -1,6 +1,6 @@
 """Falcon 7B, 40B and 2: attention and MLP in parallel, queries, keys and values in one matrix.
 
-Rows of that matrix come by groups: the queries of a group, its key, its value.
+The rows of that matrix are grouped: queries of a group, its key, its value.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _NORMS = {
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The first releases have other names of sizes; three fields determine the number of keys.
+    # The first releases have other names of sizes; three fields determine the number of groups.
     usual = dict(config)
     for old, new in (("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")):
         if old in usual:
@@ -68,12 +68,12 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
         raise ValueError(
             f"it cannot express --num-query-groups {groups} with --parallel-residual off"
         )
-    own = {"new_decoder_architecture": is_new, "multi_query": groups == 1}
-    own |= {"parallel_attn": kind != "off", "alibi": False}
+    fields = {"new_decoder_architecture": is_new, "multi_query": groups == 1}
+    fields |= {"parallel_attn": kind != "off", "alibi": False}
     if is_new:
-        own |= {"num_ln_in_parallel_attn": 1 if kind == "one_norm" else 2}
-        own |= {"num_kv_heads": groups}
-    return own
+        fields |= {"num_ln_in_parallel_attn": 1 if kind == "one_norm" else 2}
+        fields |= {"num_kv_heads": groups}
+    return fields
 
 
 def _table(description: Description) -> Table:

@@ -13,19 +13,19 @@ _BASE = "rope_local_base_freq"
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers does not cap this family's scores, whatever the value of the field.
-    usual = {**config, "attn_logit_softcapping": None}
+    # transformers ignores the field in this family and does not cap scores.
+    normalized = {**config, "attn_logit_softcapping": None}
     nested = config.get("rope_parameters") or {}
     if not {FULL, LOCAL} & nested.keys():
-        return usual
-    other = dict(nested.get(LOCAL) or {})  # absent or null: the default base, no scaling
-    local = other.pop("rope_theta", None) or config.get(_BASE)
-    if other.pop("rope_type", "default") != "default" or other:
+        return normalized
+    local_table = dict(nested.get(LOCAL) or {})  # absent or null: the default base, no scaling
+    local = local_table.pop("rope_theta", None) or config.get(_BASE)
+    if local_table.pop("rope_type", "default") != "default" or local_table:
         raise ValueError(
             f"config.json has rope_parameters[{LOCAL!r}]={nested.get(LOCAL)!r}, which mcore "
             "cannot represent here: only a base (--rotary-base-local)."
         )
-    return usual | {"rope_parameters": nested.get(FULL) or {}, _BASE: local}
+    return normalized | {"rope_parameters": nested.get(FULL) or {}, _BASE: local}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Gemma 4, its text model: wider heads in layers without a window, vectors for each layer.
 
-Models with experts are refused: theirs run beside a dense MLP, with norms of their own.
+Models with experts are refused, as their experts run in parallel to a dense MLP, with separate
+norms.
 """
 
 from collections.abc import Mapping
@@ -39,36 +40,45 @@ _OVERRIDES = {
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn sizes stated for each layer into those of all layers without a window."""
-    usual = dict(config)
-    stated = usual.pop("per_layer_config", None)
+    """Replace sizes for each layer by sizes for all layers without a window."""
+    normalized = dict(config)
+    stated = normalized.pop("per_layer_config", None)
     layers = stated or {}
-    found = list(layers.values())
-    if any(one != found[0] or not one.keys() <= _OVERRIDES.keys() for one in found):
+    sizes_of_layers = list(layers.values())
+    if any(
+        one != sizes_of_layers[0] or not one.keys() <= _OVERRIDES.keys()
+        for one in sizes_of_layers
+    ):
         raise ValueError(
             f"config.json has per_layer_config={layers!r}, which mcore cannot represent here: "
             "only one head_dim and num_key_value_heads, of all layers of full attention."
         )
-    if stated is not None:  # fields of all layers without a window do not count then
-        own = found[0] if found else {}
-        usual["global_head_dim"] = own.get("head_dim", usual.get("head_dim"))
-        usual["num_global_key_value_heads"] = own.get("num_key_value_heads")
-    elif not usual.get("attention_k_eq_v"):
-        usual["num_global_key_value_heads"] = None
-    rows, vocab_size = usual.pop("vocab_size_per_layer_input", None), usual.get("vocab_size")
-    if usual.get("hidden_size_per_layer_input") != 0 and rows not in (None, vocab_size):
+    if stated is not None:  # overrides the fields for all layers without a window
+        sizes = sizes_of_layers[0] if sizes_of_layers else {}
+        normalized["global_head_dim"] = sizes.get("head_dim", normalized.get("head_dim"))
+        normalized["num_global_key_value_heads"] = sizes.get("num_key_value_heads")
+    elif not normalized.get("attention_k_eq_v"):
+        normalized["num_global_key_value_heads"] = None
+    rows, vocab_size = (
+        normalized.pop("vocab_size_per_layer_input", None),
+        normalized.get("vocab_size"),
+    )
+    if normalized.get("hidden_size_per_layer_input") != 0 and rows not in (None, vocab_size):
         raise ValueError(
             f"config.json has vocab_size_per_layer_input={rows}, which mcore cannot represent "
             f"here: only vocab_size, {vocab_size}."
         )
-    types = list(usual.get("layer_types") or ())
-    if types:  # the last layer has no window, whatever is stated
-        usual["layer_types"] = [*types[:-1], FULL]
-    if found and sorted(map(int, layers)) != [i for i, one in enumerate(types) if one == FULL]:
+    types = list(normalized.get("layer_types") or ())
+    if types:  # the last layer never has a window
+        normalized["layer_types"] = [*types[:-1], FULL]
+    if sizes_of_layers and sorted(map(int, layers)) != [
+        i for i, one in enumerate(types) if one == FULL
+    ]:
         raise ValueError(
-            "config.json has per_layer_config of other layers than full_attention."
+            "config.json has per_layer_config for other layers than full_attention: remove "
+            "them."
         )
-    rope = usual.get("rope_parameters") or _ROPE
+    rope = normalized.get("rope_parameters") or _ROPE
     local = dict(rope.get(LOCAL) or _ROPE[LOCAL])
     full = dict(rope.get(FULL) or _ROPE[FULL])
     if local.pop("rope_type", "default") != "default" or local.keys() - {"rope_theta"}:
@@ -76,13 +86,13 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has rope_parameters[{LOCAL!r}]={rope[LOCAL]!r}, which mcore cannot "
             "represent here: only a base (--rotary-base-local)."
         )
-    return usual | {"rope_parameters": full, "rope_local_base_freq": local["rope_theta"]}
+    return normalized | {"rope_parameters": full, "rope_local_base_freq": local["rope_theta"]}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     groups = fields.maybe("num_global_key_value_heads")
     width = fields.take("global_head_dim", 512)
-    found = {
+    fields_read = {
         "rotary_base_local": float(fields.take("rope_local_base_freq")),
         "global_kv_channels": width if width != ours["kv_channels"] else 0,
         "global_num_query_groups": groups or 0,
@@ -90,15 +100,21 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
         "softmax_scale": 1.0,
         "final_logit_softcapping": fields.maybe("final_logit_softcapping") or 0.0,
     }
-    return found if ours["window_size"][0] >= 0 else _without_windows(found, ours, width)
+    return (
+        fields_read
+        if ours["window_size"][0] >= 0
+        else _without_windows(fields_read, ours, width)
+    )
 
 
-def _without_windows(found: dict[str, Any], ours: dict[str, Any], width: int) -> dict[str, Any]:
-    if found["attention_k_eq_v"]:
+def _without_windows(
+    fields_read: dict[str, Any], ours: dict[str, Any], width: int
+) -> dict[str, Any]:
+    if fields_read["attention_k_eq_v"]:
         raise ValueError("config.json has attention_k_eq_v without layers with a window.")
     ours["kv_channels"] = width
     local = ("rotary_base_local", "global_kv_channels", "global_num_query_groups")
-    return {name: value for name, value in found.items() if name not in local}
+    return {name: value for name, value in fields_read.items() if name not in local}
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:
@@ -113,7 +129,8 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
         "head_dim": config.global_kv_channels or head_dim(config),
         "num_key_value_heads": config.global_num_query_groups or None,
     }
-    # transformers reads the second of them elsewhere only together with attention_k_eq_v.
+    # Outside of per_layer_config, transformers reads num_global_key_value_heads only together
+    # with attention_k_eq_v.
     by_layer = config.global_num_query_groups and not config.attention_k_eq_v
     layers = {
         "per_layer_config": {
@@ -167,10 +184,12 @@ def _table(description: Description) -> Table:
     parts = [qkv_parts(layer_config(config, layer)) for layer in range(count)]
     rules = []
     for rule in table.rules:
-        # Layers that read keys of others, or whose values are keys, lack some tensors.
+        # Layers that reuse keys of other layers, or keys as values, lack some tensors.
         part = rule.theirs.removeprefix(f"{at}self_attn.")[:1]
         if rule.theirs.startswith(f"{at}self_attn.") and part in "kv":
-            has_part = tuple(layer for layer, own in enumerate(parts) if part in own)
+            has_part = tuple(
+                layer for layer, layer_parts in enumerate(parts) if part in layer_parts
+            )
             rules.append(replace(rule, layers=has_part))
         else:
             rules.append(rule)

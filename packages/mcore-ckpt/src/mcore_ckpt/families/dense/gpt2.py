@@ -30,12 +30,12 @@ def _table(description: Description) -> Table:
         Rule("position_embedding.weight", "transformer.wpe.weight"),
     ]
     for kind in ("weight", "bias"):
-        turned = kind == "weight"
+        is_transposed = kind == "weight"
         qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in "qkv")
         rules += [
-            Rule(qkv, f"{_LAYER}attn.c_attn.{kind}", turned),
+            Rule(qkv, f"{_LAYER}attn.c_attn.{kind}", is_transposed),
             *(
-                Rule(f"blocks.*.{ours}.{kind}", f"{_LAYER}{theirs}.{kind}", turned)
+                Rule(f"blocks.*.{ours}.{kind}", f"{_LAYER}{theirs}.{kind}", is_transposed)
                 for ours, theirs in _LINEARS.items()
             ),
             *(

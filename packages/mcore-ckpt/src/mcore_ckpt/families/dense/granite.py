@@ -46,15 +46,15 @@ PLAIN_FACTORS = FieldRule(
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:
-    own = theirs["head_dim"] ** -0.5
+    default_scale = theirs["head_dim"] ** -0.5
     ours = settings(description)
     factors = {
-        "attention_multiplier": score_scale(ours, theirs["head_dim"]) or own,
+        "attention_multiplier": score_scale(ours, theirs["head_dim"]) or default_scale,
         "embedding_multiplier": embedding_factor(ours),
         "residual_multiplier": ours.residual_multiplier,
     }
-    if tuple(factors.values()) == (own, 1, 1) and logits_factor(ours) == 1:
-        raise ValueError("it is a Llama: none of its factors is set")
+    if tuple(factors.values()) == (default_scale, 1, 1) and logits_factor(ours) == 1:
+        raise ValueError("it is a Llama, as none of its factors is set")
     return {**factors, "logits_scaling": round(1.0 / logits_factor(ours), 12)}
 
 

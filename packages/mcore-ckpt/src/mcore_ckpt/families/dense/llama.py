@@ -36,7 +36,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
     if hidden % heads:
         raise ValueError(
-            f"it cannot express --hidden-size {hidden}: no multiple of {heads} heads"
+            f"it cannot express --hidden-size {hidden}: only multiples of {heads} heads"
         )
     return _write_biases(description, theirs)
 

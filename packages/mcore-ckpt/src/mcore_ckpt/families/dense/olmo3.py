@@ -23,9 +23,9 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "rope_theta" not in local and base not in (None, _THETA):
         raise ValueError(
-            f"config.json has rope_theta={base!r}: transformers 4 rotates layers with a window "
-            f"by it, transformers 5 by {_THETA!r}. Write a base for each kind of layer into "
-            f"rope_parameters[{LOCAL!r}] and rope_parameters[{FULL!r}]."
+            f"config.json has rope_theta={base!r}: in layers with a window transformers 4 uses "
+            f"this base, transformers 5 uses {_THETA!r}. Write a base for each kind of layer "
+            f"into rope_parameters[{LOCAL!r}] and rope_parameters[{FULL!r}]."
         )
     # transformers reads this switch of YaRN's outside of the tables by layer type.
     full = {name: v for name, v in (nested.get(FULL) or {}).items() if name != "truncate"}

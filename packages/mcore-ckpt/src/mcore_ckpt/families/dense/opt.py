@@ -29,7 +29,7 @@ _LINEARS = {
 
 
 def _read_width(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    # The first layer reads embeddings as they are: no projection between two widths.
+    # Embeddings have the width of the model: there is no projection between two widths.
     fields.must_be("word_embed_proj_dim", ours["hidden_size"])
     return {}
 
@@ -85,7 +85,7 @@ FAMILY = Decoder(
         activation_rule("activation_function", "relu"),
         pair("add_bias_linear", "enable_bias", True),
         pair("norm_weight", "layer_norm_elementwise_affine", True),
-        # Theirs drops no channels of embeddings.
+        # transformers applies no dropout to embeddings.
         pair("hidden_dropout", "dropout", 0.1),
     ),
     activation=("", ""),

@@ -27,14 +27,14 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or not context:
         return dict(config)
-    # Phi-3 states this outside of the table, and has several names for LongRoPE.
+    # Phi-3 has the context outside of the rotary table, and several names for LongRoPE.
     kind = "longrope" if kind in ("su", "yarn") else kind
     rope = {name: value for name, value in rope.items() if name != "type"}
     return {**config, "rope_parameters": {**rope, _CONTEXT: context, "rope_type": kind}}
 
 
 def _write_context(description: Description, _: Theirs) -> Theirs:
-    # The short context is stated outside of the rotary tables, too.
+    # The original context is written outside of the rotary tables too.
     if setting(description, "rope_type") not in ("longrope", "yarn"):
         return {}
     require(description, rope_type="longrope")

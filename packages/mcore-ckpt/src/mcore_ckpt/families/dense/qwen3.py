@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.layer_types import UPPER_WINDOWS
 
 
 def _normalize(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Qwen3 sets 128 where the field is absent, whatever the hidden size.
+    # Qwen3's default is 128, regardless of the hidden size.
     return {**config, "head_dim": 128} if config.get("head_dim") in (None, 0) else config
 
 

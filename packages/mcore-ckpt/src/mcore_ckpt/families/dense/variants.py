@@ -1,4 +1,4 @@
-"""Families that differ little from another: some fields, names of norms, fused weights."""
+"""Families that differ from another family in a few fields, names of norms or fused weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +35,7 @@ _GLM4_NORMS = {
 
 
 def _fused_table(description: Description, norms: Mapping[str, str] | None = None) -> Table:
-    """List the weights of a Llama with gate and up-projection in one matrix."""
+    """Return the rules of a Llama with gate and up-projection in one matrix."""
     gate_up = ("blocks.*.mlp.fc1.gate.weight", "blocks.*.mlp.fc1.up.weight")
     at = "model.layers.*.mlp."
     mlp = [
@@ -128,7 +128,7 @@ def _same_biases(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _nanochat_table(description: Description) -> Table:
-    """List the weights: heads rotate the other way, which is ours with their halves swapped."""
+    """Return the rules of weights whose heads rotate in the other direction: swapped halves."""
     order = swapped_rows(head_dim(settings(description)))
     rules = [
         replace(rule, head_rows=order)

@@ -1,4 +1,4 @@
-"""BERT as published: norms after each half, and one on the embeddings.
+"""BERT as published: a norm after each half, and a norm on the embeddings.
 
 ``megatron_bert`` is Megatron's form, with norms before each half.
 """
@@ -36,7 +36,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renames(names: Collection[str]) -> dict[str, str]:
-    """Map the names of norms in published folders (gamma, beta) to PyTorch's."""
+    """Return PyTorch's names for norms of published folders (gamma, beta)."""
     new = {".gamma": ".weight", ".beta": ".bias"}
     return {
         name: name.removesuffix(old) + kind

@@ -1,4 +1,4 @@
-"""BERT as Megatron trains it: norms before each half, and one after the last layer.
+"""BERT as Megatron trains it: a norm before each half, and a norm after the last layer.
 
 ``bert`` is the published form, with norms after each half.
 """
@@ -33,9 +33,9 @@ PAIRS = (
     ("attention_dropout", "attention_probs_dropout_prob", 0.1),
     ("init_method_std", "initializer_range", 0.02),
 )
-"""Our fields and theirs."""
+"""Our fields, their fields, and defaults."""
 
-_SAID = {
+_IMPLIED = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
     "add_bias_linear": True,
@@ -48,8 +48,9 @@ _SAID = {
 """Our fields without a counterpart in config.json, and their required values."""
 
 ACTIVATIONS = {"gelu": "", "gelu_new": "openai_gelu", "relu": "relu"}
-"""Activations of the published form, and our flags. The head of masked tokens has exact GELU in
-any case in the others, so that these have no other activation."""
+"""Activations of the published BERT, and our flags. Other forms have only GELU, as their head
+of
+masked tokens always has exact GELU."""
 
 _PRE = {
     "attention_norm": "attention.ln",
@@ -85,7 +86,7 @@ def read(
     post_layer_norm: bool,
     activations: Iterable[str] = ("gelu",),
 ) -> dict[str, Any]:
-    """Read the config.json of either BERT as a description."""
+    """Return the description of either BERT, read from its config.json."""
     fields = Fields(config)
     activation = fields.take("hidden_act", "gelu")
     if activation not in activations:
@@ -116,10 +117,10 @@ def read(
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Set the heads by the tensors of a folder: more than its class has, or no pooler."""
-    at = "bert." if any(name.startswith("bert.") for name in names) else ""
+    """Return a description with the heads that the tensors of the folder show."""
+    prefix = "bert." if any(name.startswith("bert.") for name in names) else ""
     marks = {
-        "pooler": f"{at}pooler.dense.weight",
+        "pooler": f"{prefix}pooler.dense.weight",
         "lm": "cls.predictions.transform.dense.weight",
         "binary": "cls.seq_relationship.weight",
     }
@@ -138,10 +139,10 @@ def write(
     position_offset: int = 0,
     activations: Iterable[str] = ("gelu",),
 ) -> dict[str, Any]:
-    """Write a description as the config.json of either BERT.
+    """Return the config.json of either BERT for a description.
 
     Raises:
-        ValueError: if it is of another family, or its norms are placed otherwise.
+        ValueError: if the description is of another family, or has norms in other places.
     """
     require_family(description, "bert")
     config = settings(description, BertConfig)
@@ -150,7 +151,7 @@ def write(
     form |= {
         flag: False for act, flag in ACTIVATIONS.items() if flag and act not in activations
     }
-    for name, wanted in {**form, **_SAID}.items():
+    for name, wanted in {**form, **_IMPLIED}.items():
         require_value(name, getattr(config, name), wanted)
     derived = {"num_query_groups": heads, "kv_channels": config.hidden_size // heads}
     for name, wanted in derived.items():
@@ -175,10 +176,10 @@ def write(
 def list_weights(
     description: Mapping[str, Any], layer: Mapping[str, str], once: Mapping[str, str]
 ) -> Table:
-    """List the weights of either BERT.
+    """Return the rules of either BERT's weights.
 
     Args:
-        description: of the model.
+        description: description of the model.
         layer: our names of a layer's linears and norms, and theirs.
         once: our names of norms outside the layers, and theirs.
     """
@@ -216,6 +217,6 @@ def list_weights(
 
 
 def shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shapes of the weights, see ``families.shapes``."""
+    """Return the shapes of the weights; see ``common.shapes``."""
     config = settings(description, BertConfig)
     return shapes_within_layer(bert_shapes(config, description["vocab_size"]))

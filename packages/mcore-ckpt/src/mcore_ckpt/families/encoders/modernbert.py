@@ -1,6 +1,6 @@
 """ModernBERT: rotated heads, windows in most layers, gated feed-forward layers, few biases.
 
-The embeddings have a norm, which is also the one before the first layer's attention.
+The norm of the embeddings is also the norm before the attention of the first layer.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _ONLY = {
     **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
     **dict.fromkeys(("decoder_bias", "tie_word_embeddings"), True),
 }
-"""Their fields with one value, which is written."""
+"""Their fields with one allowed value, which is written."""
 carries = (
     *("initializer_cutoff_factor", "classifier_pooling", "classifier_dropout", "cls_token_id"),
     *("deterministic_flash_attn", "sparse_prediction", "sparse_pred_ignore_index"),
@@ -68,8 +68,8 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     names = config.get("architectures") or [f"{ARCHITECTURE}ForMaskedLM"]
     if names != [f"{ARCHITECTURE}ForMaskedLM"]:
         raise ValueError(
-            f"config.json has architectures={names}: only the model with its head of masked "
-            f"tokens, {ARCHITECTURE}ForMaskedLM, is converted."
+            f"config.json has architectures={names}: only {ARCHITECTURE}ForMaskedLM, the model "
+            "with a head for masked tokens, can be converted."
         )
     fields = Fields(config, keep=("layer_types",))
     for name, value in _ONLY.items():
@@ -95,20 +95,19 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_thetas(fields: Fields) -> dict[str, float]:
-    found = {kind: fields.maybe(name) for kind, name in _OLD_THETAS.items()}
+    thetas = {kind: fields.maybe(name) for kind, name in _OLD_THETAS.items()}
     tables = fields.maybe("rope_parameters") or {}
     if fields.maybe("rope_scaling") or tables.keys() - _THETAS.keys():
         raise ValueError(
-            "config.json stretches rotary positions, or states them otherwise than by "
-            f"rope_parameters[{FULL!r}] and rope_parameters[{LOCAL!r}]: only a base for each "
-            "kind of layer is read."
+            "config.json has scaled rotary positions, which are not supported: give only a "
+            f"base in rope_parameters[{FULL!r}] and in rope_parameters[{LOCAL!r}]."
         )
     for kind, default in _THETAS.items():
         table = Fields(tables.get(kind) or {})
         table.must_be("rope_type", "default")
-        found[kind] = float(table.maybe("rope_theta") or found[kind] or default)
+        thetas[kind] = float(table.maybe("rope_theta") or thetas[kind] or default)
         table.finish()
-    return found
+    return thetas
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,8 +125,8 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     defaults = settings({"config": {}}, BertConfig)
     wanted = {name: getattr(defaults, name) for name in plain} | _FIXED
     for name, value in wanted.items():
-        own = getattr(config, name)
-        require_value(name, list(own) if isinstance(own, tuple) else own, value)
+        current = getattr(config, name)
+        require_value(name, list(current) if isinstance(current, tuple) else current, value)
     for name, value in derived.items():
         require_value(name, getattr(config, name) or value, value)
     window, after = setting(description, "window_size")

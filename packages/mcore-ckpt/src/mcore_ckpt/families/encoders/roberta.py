@@ -1,6 +1,6 @@
-"""RoBERTa and XLM-RoBERTa: BERT without the second task, and positions counted from 2.
+"""RoBERTa and XLM-RoBERTa: BERT without the sentence task, with positions counted from 2.
 
-The first two rows of the table of positions belong to padding and to nothing.
+The first two rows of the table of positions are unused and padding.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ _NAMES = {
     "cls.predictions.": "lm_head.",
     "bert.": "roberta.",
 }
-"""Beginnings of BERT's names, and RoBERTa's."""
+"""RoBERTa's prefix for each prefix of BERT's names."""
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -29,12 +29,12 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roberta:
-    """A family of RoBERTa's form, see ``families``."""
+    """A family like RoBERTa; see ``families``."""
 
     model_type: str
     """``model_type`` in config.json."""
     architecture: str
-    """Beginning of the names of its classes."""
+    """Prefix of the names of the family's classes."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Read a config.json as a description."""
@@ -78,7 +78,7 @@ class Roberta:
         )
 
     def as_stored(self, description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Set the heads by the tensors of a folder: published ones have a pooler, too."""
+        """Return a description with the heads that the tensors show, such as a pooler."""
         back = {new: old for old, new in _NAMES.items()}
         return megatron_bert.as_stored(description, {_renamed(name, back) for name in names})
 

@@ -86,9 +86,10 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Recognize an untied head, which newer folders have although config.json states tied ones.
+    """Return a description with an untied head if the folder has one.
 
-    Such folders state that the head reads the stream unscaled, which a tied head never does.
+    Newer folders may have an untied head although config.json has ``tie_word_embeddings``. Such
+    folders disable the scaling of the head's input, which a tied head always has.
     """
     config = description["config"]
     is_own = "lm_head.weight" in names and not config["scale_decoder_outputs"]
@@ -133,7 +134,7 @@ def table(description: Mapping[str, Any]) -> Table:
     copies = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in stacks}
     if not is_untied:
         copies["lm_head.weight"] = "shared.weight"
-    # A position bias of the cross attention in some old folders, which transformers ignores.
+    # Some old folders have a position bias of the cross-attention, which transformers ignores.
     unread = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
     return Table(tuple(rules), max(depths), droppable=unread, copies=copies)
 
@@ -169,6 +170,6 @@ def _stack(description: Mapping[str, Any], stack: str, depth: int) -> list[Rule]
 
 
 def shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shapes of the weights, see ``families.shapes``."""
+    """Return the shapes of the weights; see ``common.shapes``."""
     config = settings(description, T5Config)
     return shapes_within_layer(t5_shapes(config, description["vocab_size"]))

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V2-Lite: latent attention, softmax routing, shared experts.
 
-Where experts are chosen by groups, the score of a group is that of its best expert.
+If experts are chosen by groups, the score of a group is the score of its best expert.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ FAMILY = replace(
     fixed={**deepseek_v3.FAMILY.fixed, "rotary_interleaved": True},
     absent={"max_position_embeddings": 4096, "n_shared_experts": 2, "q_lora_rank": 1536},
     only={"scoring_func": "softmax", "attention_bias": False},
-    # transformers ignores it in this family: weights are never divided by their sum.
+    # transformers ignores norm_topk_prob in this family and never divides weights by their sum.
     unread=(*deepseek_v3.FAMILY.unread, "norm_topk_prob"),
     parts=LATENT,
     experts=FieldRule(read=_read, write=_write),

@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, sigmoid routing in groups, multi-token prediction.
 
-Also holds the parts shared with V2, and the experts that GLM-4.5 has too. Kimi-K2 is a
-DeepSeek-V3 with more experts, fewer heads and no groups.
+The parts shared with V2 and the experts of GLM-4.5 are here too. Kimi-K2 is a DeepSeek-V3 with
+more experts, fewer heads and no groups.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _ROUTING = {
     "moe_shared_expert_gate": False,
 }
 _SCORED = 2
-"""Best experts of a group whose scores are summed to that of the group."""
+"""Number of best experts of a group whose scores are summed to the score of the group."""
 
 
 def _read_latent(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -68,11 +68,11 @@ LATENT = (
     pair("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     pair("v_head_dim", "v_head_dim"),
 )
-"""Rule of the widths of latent attention."""
+"""Rules of the widths of latent attention."""
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read routed and shared experts, and the dense layers before them."""
+    """Return our fields for routed and shared experts, and for the first dense layers."""
     count, dense = ours["num_layers"], fields.take("first_k_dense_replace", 0)
     if not 0 <= dense <= count:
         raise ValueError(
@@ -93,11 +93,11 @@ def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_experts(description: Description, group_scores: int) -> Theirs:
-    """Write routed and shared experts, and the dense layers before them.
+    """Return their fields for routed and shared experts, and for the first dense layers.
 
     Args:
-        description: of the model.
-        group_scores: best experts of a group whose scores choose it, fixed by the family.
+        description: description of the model.
+        group_scores: number of best experts whose scores make the score of a group.
     """
     topk, kept, scored, scale = (
         expert_setting(description, f"moe_router_{name}")
@@ -105,7 +105,7 @@ def write_experts(description: Description, group_scores: int) -> Theirs:
     )
     if kept and (scored or topk // kept) != group_scores:
         raise ValueError(
-            "it cannot express groups of experts except with --moe-router-group-score-topk "
+            f"it can express groups of experts only with --moe-router-group-score-topk "
             f"{group_scores}"
         )
     count, width = (
@@ -117,8 +117,9 @@ def write_experts(description: Description, group_scores: int) -> Theirs:
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     if not count or shared % width or 0 in pattern[dense:]:
         raise ValueError(
-            "it cannot express experts except with --moe-ffn-hidden-size that divides "
-            "--moe-shared-expert-intermediate-size, in all layers after the first dense ones"
+            "it can express experts only if --moe-ffn-hidden-size divides "
+            "--moe-shared-expert-intermediate-size, and in all layers after the first dense "
+            "ones"
         )
     return {
         "first_k_dense_replace": dense,
@@ -165,10 +166,10 @@ SIGMOID_EXPERTS = FieldRule(read=_read_sigmoid, write=_write_sigmoid)
 
 
 def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
-    """List the weights of a model with routed and shared experts.
+    """Return the rules of a model with routed and shared experts.
 
     Args:
-        description: of the model.
+        description: description of the model.
         attention: rules of a layer's norms and attention.
     """
     sparse, dense = sparse_and_dense(description)
@@ -196,7 +197,7 @@ def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
 
 
 def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
-    """List the weights of a DeepSeek-V2 or V3, and by ``extra`` rules of a layer."""
+    """Return the rules of a DeepSeek-V2 or V3, with ``extra`` rules for each layer."""
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",

@@ -61,15 +61,15 @@ def _write(description: Description, _: Theirs) -> Theirs:
     sparse, _dense = sparse_and_dense(description)
     ends = (sparse[0], sparse[-1]) if sparse else (1, 0)
     steps = range(1, len(pattern) + 1)
-    found = [step for step in steps if _layers(len(pattern), *ends, step) == pattern]
-    if not found:
+    matching_steps = [step for step in steps if _layers(len(pattern), *ends, step) == pattern]
+    if not matching_steps:
         raise ValueError("it cannot express --moe-layer-freq: only each N-th layer of a range")
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     require_value("moe_shared_expert_intermediate_size", shared, shared // width * width)
     return {
         "moe_layer_start_index": ends[0],
         "moe_layer_end_index": ends[1],
-        "moe_layer_interval": found[0],
+        "moe_layer_interval": matching_steps[0],
         "moe_intermediate_size": width,
         "moe_num_shared_experts": shared // width,
         "moe_num_experts": expert_setting(description, "num_experts"),

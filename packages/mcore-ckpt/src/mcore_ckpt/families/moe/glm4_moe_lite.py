@@ -14,7 +14,7 @@ _WORDS = {"dense": 0, "sparse": 1}
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     types = fields.maybe("mlp_layer_types")
     if types is not None:
-        fields.maybe("first_k_dense_replace")  # the list counts
+        fields.maybe("first_k_dense_replace")  # the list overrides it
     moe = deepseek_v3.SIGMOID_EXPERTS.read(fields, ours)
     if types is None:
         return moe
@@ -33,8 +33,8 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     # The number of first dense layers, for engines that do not read the list.
     first = write_layers([0] * dense + [1] * (len(pattern) - dense))
     moe = {**description["moe"], "moe_layer_freq": first}
-    found = deepseek_v3.SIGMOID_EXPERTS.write({**description, "moe": moe}, theirs)
-    return found | {"mlp_layer_types": [words[has] for has in pattern]}
+    fields = deepseek_v3.SIGMOID_EXPERTS.write({**description, "moe": moe}, theirs)
+    return fields | {"mlp_layer_types": [words[has] for has in pattern]}
 
 
 TYPED_EXPERTS = FieldRule(read=_read, write=_write)

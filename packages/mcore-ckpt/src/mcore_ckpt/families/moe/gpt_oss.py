@@ -52,7 +52,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights: experts stacked, gate and up interleaved, stored [in, out]."""
+    """Return the rules of stacked experts, gate and up interleaved, stored [in, out]."""
     mlp, width = "model.layers.*.mlp.", described_expert_size(description)
     expert = "blocks.*.moe.experts.*."
     rules = [Rule("blocks.*.attention.sinks", "model.layers.*.self_attn.sinks")]

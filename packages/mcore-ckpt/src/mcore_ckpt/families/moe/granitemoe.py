@@ -28,12 +28,12 @@ ROUTING = PLAIN_ROUTING | {
     "moe_shared_expert_gate": False,
     "moe_input_jitter_eps": 0.0,
 }
-"""Fields that some Granites have, with the only value that is supported."""
+"""Fields of routing with the only values that Granite supports."""
 _SHARED = "moe_shared_expert_intermediate_size"
 
 
 def half_rules(description: Description) -> list[Rule]:
-    """List the rules of the MLP half: gate and up-projection in one matrix, experts stacked."""
+    """Return the rules of the MLP half: gate and up in one matrix, experts stacked."""
     experts, there = expert_setting(description, "num_experts"), "model.layers.*."
     rules = []
     if expert_setting(description, _SHARED) or not experts:

@@ -34,8 +34,8 @@ _ROUTING = PLAIN_ROUTING | {
 
 
 def _normalize(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # "dynamic" with alpha is a constant base, grown so that alpha contexts fit into one turn of
-    # the slowest channel ("NTK-aware" scaling).
+    # "dynamic" with alpha is a larger constant base, by which the slowest channel turns once in
+    # alpha contexts ("NTK-aware" scaling).
     rope = dict(config.get("rope_parameters") or {})
     alpha = rope.pop("alpha", None)
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not alpha:
@@ -65,10 +65,12 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     if width != ours["ffn_hidden_size"]:
         raise ValueError(
             f"config.json has moe_intermediate_size={width}, which transformers ignores: its "
-            f"experts are intermediate_size={ours['ffn_hidden_size']} wide."
+            f"experts have the width intermediate_size={ours['ffn_hidden_size']}."
         )
     if _one(fields, "num_shared_expert", 1) != 1:
-        raise ValueError("config.json has num_shared_expert: transformers has one.")
+        raise ValueError(
+            "config.json must have num_shared_expert=1, as transformers has one shared expert."
+        )
     return {
         "num_experts": fields.take("num_experts"),
         "moe_router_topk": _one(fields, "moe_topk"),
@@ -96,7 +98,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights: norms of queries and keys have names of their own."""
+    """Return the rules of the weights, with Hunyuan's names of query and key norms."""
     mlp = mlp_rules(description)
     if expert_setting(description, "num_experts"):
         mlp = [

@@ -1,4 +1,4 @@
-"""Llama 4, text model: chunked attention with rotation; every fourth layer full, without it."""
+"""Llama 4, text model: chunked attention with rotation, or full attention without rotation."""
 
 from typing import Any
 
@@ -37,11 +37,13 @@ def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     types = fields.maybe("layer_types") or [_CHUNKED if has else FULL for has in rotated]
     whole = [kind == FULL for kind in types]
     chunk = fields.maybe("attention_chunk_size") or 0
-    found: dict[str, Any] = {"rope_skip_freq": write_pattern([not has for has in rotated])}
+    layer_fields: dict[str, Any] = {
+        "rope_skip_freq": write_pattern([not has for has in rotated])
+    }
     if chunk and not all(whole):
-        found["attention_chunk_size"] = chunk
-        found["window_attn_skip_freq"] = write_pattern(whole, ones=False)
-    return found
+        layer_fields["attention_chunk_size"] = chunk
+        layer_fields["window_attn_skip_freq"] = write_pattern(whole, ones=False)
+    return layer_fields
 
 
 def _write_layers(description: Description, _: Theirs) -> Theirs:
@@ -118,7 +120,7 @@ def _write_experts(description: Description, theirs: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights: experts stacked, stored [in, out], gates before up-projections."""
+    """Return the rules of stacked experts, stored [in, out], gates before up-projections."""
     sparse, dense = sparse_and_dense(description)
     at, expert = "model.layers.*.feed_forward.", "blocks.*.moe.experts.*."
     fc1 = (f"{expert}fc1.gate.weight", f"{expert}fc1.up.weight")

@@ -24,7 +24,7 @@ _ROUTING = {
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The releases state rotated channels, not their share.
+    # The releases have the number of rotated channels, not their share.
     usual = dict(config)
     rotated, width = usual.pop("rotary_dim", None), config.get("head_dim") or 128
     rope = config.get("rope_parameters") or {}

@@ -23,7 +23,7 @@ from mcore_ckpt.mapping.rules import Rule, Table
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read the experts, which all layers have."""
+    """Return our fields for the experts, which all layers have."""
     return {
         "num_experts": fields.take("num_local_experts"),
         "moe_router_topk": fields.take("num_experts_per_tok"),
@@ -34,7 +34,7 @@ def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_experts(description: Description, _: Theirs) -> Theirs:
-    """Write the experts; ValueError for layers without, and for other routing."""
+    """Return their fields; ValueError for layers without experts and for other routing."""
     require_experts(description)
     if expert_setting(description, "moe_router_pre_softmax"):
         raise ValueError("it cannot express --moe-router-pre-softmax")
@@ -59,9 +59,9 @@ def _table(description: Description) -> Table:
 
 
 def _renames(names: Collection[str]) -> dict[str, str]:
-    """Map names of a state dict of transformers 5, where the layer of experts is ``mlp``."""
-    found = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in names}
-    return {name: new for name, new in found.items() if name != new}
+    """Return the table's names for a state dict of transformers 5, which has ``mlp``."""
+    new_names = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in names}
+    return {name: new for name, new in new_names.items() if name != new}
 
 
 FAMILY = Decoder(

@@ -1,8 +1,8 @@
-"""Layers of multi-token prediction as DeepSeek-V3 and GLM-4.5 store them.
+"""Rules of multi-token prediction (MTP) layers, as DeepSeek-V3 and GLM-4.5 store them.
 
-They follow the last layer: ``model.layers.61.*`` of DeepSeek-V3 is a layer like the one before
-it, preceded by two norms and a projection, and followed by a norm. Their copies of embedding
-and head are read if they equal the model's, and not written.
+MTP layers follow the last layer: ``model.layers.61.*`` of DeepSeek-V3 is a normal layer,
+preceded by two norms and a projection, and followed by a norm. Copies of embedding and head are
+accepted if they equal the model's, and not written.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,22 +22,22 @@ _AROUND = {
 
 
 MTP = pair("mtp_num_layers", "num_nextn_predict_layers", 0)
-"""Number of these layers."""
+"""Rule of the number of MTP layers."""
 
 
 def without_absent(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Remove these layers from the description of a folder without them."""
+    """Remove MTP layers from the description if the folder has none."""
     if any(f"{there}eh_proj.weight" in names for there in _places(description)):
         return description
-    left = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
-    return {**description, "config": left}
+    fields = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
+    return {**description, "config": fields}
 
 
 def mtp_rules(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> list[Rule]:
-    """Return the rules of these layers, derived from those of a normal layer.
+    """Return the rules of MTP layers, derived from those of a normal layer.
 
     Args:
-        description: of the model.
+        description: description of the model.
         layer_rules: rules of the model's layers.
     """
     last = setting(description, "num_layers") - 1
@@ -58,7 +58,7 @@ def mtp_rules(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> li
 
 
 def mtp_copies(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return their copies of embedding and head, by the name of the original."""
+    """Return the original name for each MTP layer's copies of embedding and head."""
     tied = not setting(description, "untie_embeddings_and_output_weights")
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     copies: dict[str, str] = {}
@@ -69,6 +69,6 @@ def mtp_copies(description: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(description: Mapping[str, Any]) -> list[str]:
-    """Return the prefix of each of these layers in the folder."""
+    """Return the prefix of each MTP layer in the folder."""
     count, number = (setting(description, n) for n in ("num_layers", "mtp_num_layers"))
     return [f"model.layers.{count + depth}." for depth in range(number)]

@@ -1,6 +1,6 @@
 """Phi-3.5-MoE: Mixtral with LayerNorm, biases, LongRoPE, and experts chosen by SparseMixer.
 
-Beyond the original context the release rotates by the long factors, as mcore does. The class of
+Beyond the original context the released code and mcore rotate by the long factors. The class of
 transformers (5.23) rotates by the short factors at every length.
 """
 
@@ -93,14 +93,14 @@ def _table(description: Description) -> Table:
 
 
 def _renames(names: Collection[str]) -> dict[str, str]:
-    """Map names of a state dict of transformers 5, where the gate is ``mlp.router``."""
-    found = {
+    """Return the table's names for a state dict of transformers 5, which has ``mlp.router``."""
+    new_names = {
         name: name.replace(".mlp.router.", ".block_sparse_moe.gate.").replace(
             ".mlp.", ".block_sparse_moe."
         )
         for name in names
     }
-    return {name: new for name, new in found.items() if name != new}
+    return {name: new for name, new in new_names.items() if name != new}
 
 
 FAMILY = replace(

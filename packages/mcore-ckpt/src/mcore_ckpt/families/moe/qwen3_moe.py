@@ -26,7 +26,7 @@ from mcore_ckpt.mapping.rules import Rule, Table
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read the experts, and the layers that have them."""
+    """Return our fields for the experts and the layers that have them."""
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     layers = range(ours["num_layers"])
     # The field is num_experts in older folders, num_local_experts in newer ones.
@@ -47,7 +47,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
 
 
 def write_experts(description: Description, _: Theirs) -> Theirs:
-    """Write the experts and the layers that have them; for families with other parts too."""
+    """Return their fields for the experts and the layers that have them."""
     if expert_setting(description, "moe_input_jitter_eps"):
         raise ValueError("it cannot express --moe-input-jitter-eps")
     experts = expert_setting(description, "num_experts")
@@ -64,7 +64,7 @@ def write_experts(description: Description, _: Theirs) -> Theirs:
 
 
 def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
-    """List the weights; ``extra`` rules are appended."""
+    """Return the rules of the weights, with ``extra`` rules appended."""
     sparse, dense = sparse_and_dense(description)
     rules = [
         *mlp_rules(description, dense),

@@ -1,4 +1,4 @@
-"""Families with experts that differ from another by a few fields."""
+"""Families with experts that differ from another family in a few fields."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,10 +52,10 @@ def _write_olmoe(description: Description, theirs: Theirs) -> Theirs:
     require_experts(description)
     if 0 in expert_layers(description):
         raise ValueError("it cannot express --moe-layer-freq: every layer has experts")
-    found = qwen3_moe.write_experts(description, theirs)
+    fields = qwen3_moe.write_experts(description, theirs)
     names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
-    own = {name: found[name] for name in names}
-    return own | {"intermediate_size": described_expert_size(description)}
+    olmoe_fields = {name: fields[name] for name in names}
+    return olmoe_fields | {"intermediate_size": described_expert_size(description)}
 
 
 def _read_qwen2(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def _write_qwen2(description: Description, theirs: Theirs) -> Theirs:
     if not shared or not expert_setting(description, "num_experts"):
         raise ValueError("it cannot express a model without routed and shared experts")
     require_routing(description, _SHARED)
-    found = qwen3_moe.write_experts(description, theirs)
-    return found | {"shared_expert_intermediate_size": shared}
+    fields = qwen3_moe.write_experts(description, theirs)
+    return fields | {"shared_expert_intermediate_size": shared}
 
 
 def _qwen2_table(description: Description) -> Table:

@@ -35,7 +35,7 @@ _NAMES = {
     "q_norm": "q_layernorm",
     "k_norm": "k_layernorm",
 }
-"""Names of attention's tensors where they differ from Llama's."""
+"""LFM2's names of attention tensors that differ from Llama's."""
 _MLP = ("w1", "w3", "w2")
 _ROUTING = {
     "moe_router_score_function": "sigmoid",
@@ -59,7 +59,7 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjusted_width(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Shrink the stated width of feed-forward layers to the one that is meant."""
+    """Return the width of feed-forward layers: 2/3 of the field, scaled and rounded up."""
     width, multiple = ours["ffn_hidden_size"], fields.take("block_multiple_of", 256)
     factor = fields.maybe("block_ffn_dim_multiplier", 1.0)
     if fields.take("block_auto_adjust_ff_dim", True):
@@ -136,44 +136,48 @@ def _write_experts(description: Description, _: Theirs) -> Theirs:
 
 def _conv_rules(description: Description, layers: Collection[int]) -> list[Rule]:
     """Return the rules of gated short convolutions."""
-    ours, there, at = "blocks.*.short_conv.", "model.layers.*.conv.", tuple(layers)
+    ours, there, layer_ids = "blocks.*.short_conv.", "model.layers.*.conv.", tuple(layers)
     rules = []
     kinds = ("weight", "bias") if setting(description, "short_conv_bias") else ("weight",)
     for kind in kinds:
         parts = tuple(f"{ours}in_proj.{part}.{kind}" for part in ("B", "C", "x"))
         rules += [
-            Rule(parts, f"{there}in_proj.{kind}", layers=at),
-            Rule(f"{ours}conv1d.x.{kind}", f"{there}conv.{kind}", layers=at),
-            Rule(f"{ours}out_proj.{kind}", f"{there}out_proj.{kind}", layers=at),
+            Rule(parts, f"{there}in_proj.{kind}", layers=layer_ids),
+            Rule(f"{ours}conv1d.x.{kind}", f"{there}conv.{kind}", layers=layer_ids),
+            Rule(f"{ours}out_proj.{kind}", f"{there}out_proj.{kind}", layers=layer_ids),
         ]
     return rules
 
 
 def _table(description: Description) -> Table:
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
-    places = {
+    layers_of = {
         letter: tuple(i for i, layer in enumerate(layers) if letter in layer)
         for letter in "C*-E"
     }
     there, router = "model.layers.*.", "blocks.*.moe.router."
     rules = [
-        Rule(f"blocks.*.{norm}_norm.weight", f"{there}operator_norm.weight", layers=places[one])
+        Rule(
+            f"blocks.*.{norm}_norm.weight",
+            f"{there}operator_norm.weight",
+            layers=layers_of[one],
+        )
         for norm, one in (("short_conv", "C"), ("attention", "*"))
     ]
-    rules += _conv_rules(description, places["C"])
+    rules += _conv_rules(description, layers_of["C"])
     for rule in attention_rules(description, {}):
         stem = rule.theirs.split(".")[-2]
         theirs = rule.theirs.replace(stem, _NAMES.get(stem, stem))
-        rules.append(replace(rule, theirs=theirs, layers=places["*"]))
+        rules.append(replace(rule, theirs=theirs, layers=layers_of["*"]))
     rules += [
         Rule("blocks.*.mlp_norm.weight", f"{there}ffn_norm.weight"),
-        *gated_rules("mlp.", "feed_forward.", places["-"], _MLP),
-        Rule(f"{router}weight", f"{there}feed_forward.gate.weight", layers=places["E"]),
+        *gated_rules("mlp.", "feed_forward.", layers_of["-"], _MLP),
+        Rule(f"{router}weight", f"{there}feed_forward.gate.weight", layers=layers_of["E"]),
     ]
     if expert_setting(description, "moe_router_enable_expert_bias"):
         bias = f"{there}feed_forward.expert_bias"
-        rules.append(Rule(f"{router}expert_bias", bias, layers=places["E"]))
-    rules += gated_rules("moe.experts.*.", "feed_forward.experts.*.", places["E"], _MLP)
+        rules.append(Rule(f"{router}expert_bias", bias, layers=layers_of["E"]))
+    rules += gated_rules("moe.experts.*.", "feed_forward.experts.*.", layers_of["E"], _MLP)
     return Table(
         renamed_norm(around(description, rules), "embedding_norm"),
         settings(description).num_layers,

@@ -1,4 +1,4 @@
-"""Mamba-2: state-space layers alone; five matrices share one input projection."""
+"""Mamba-2: only state-space layers, whose input projection fuses five matrices."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -58,23 +58,27 @@ _RELEASE = {
 
 
 def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of a state-spaces release as one of transformers."""
+    """Return the config.json of a state-spaces release in the fields of transformers."""
     if "model_type" in config or "ssm_cfg" not in config:
         return config
     inner = dict(config["ssm_cfg"])
     if inner.pop("layer", "Mamba1") != "Mamba2" or config.get("attn_layer_idx"):
-        raise ValueError("config.json has an ssm_cfg: only Mamba2 in every layer is read.")
+        raise ValueError(
+            "config.json has an ssm_cfg of other layers than Mamba2, which is not supported."
+        )
     if config.get("d_intermediate") or not config.get("rms_norm", True):
-        raise ValueError("config.json has d_intermediate or no rms_norm, which is not read.")
-    sizes = {there: inner.pop(name, usual) for there, (name, usual) in _RELEASE.items()}
+        raise ValueError(
+            "config.json has d_intermediate or no rms_norm, which is not supported."
+        )
+    sizes = {field: inner.pop(name, default) for field, (name, default) in _RELEASE.items()}
     if inner:
-        raise ValueError(f"config.json has ssm_cfg fields that are not read: {inner}.")
-    width, several = config["d_model"], config.get("pad_vocab_size_multiple", 8)
+        raise ValueError(f"config.json has unknown fields in ssm_cfg: {inner}.")
+    width, vocab_multiple = config["d_model"], config.get("pad_vocab_size_multiple", 8)
     return {
         "model_type": "mamba2",
         "hidden_size": width,
         "num_hidden_layers": config["n_layer"],
-        "vocab_size": -(-config["vocab_size"] // several) * several,
+        "vocab_size": -(-config["vocab_size"] // vocab_multiple) * vocab_multiple,
         "num_heads": sizes["expand"] * width // sizes["head_dim"],
         "tie_word_embeddings": config.get("tie_embeddings", True),
         **sizes,
@@ -82,7 +86,7 @@ def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def renames(names: Iterable[str]) -> dict[str, str]:
-    """Map the embedding's name in older folders to today's."""
+    """Return the new name of the embedding in older folders, by the old one."""
     return {_OLD_EMBEDDING: "backbone.embeddings.weight"} if _OLD_EMBEDDING in names else {}
 
 
@@ -92,7 +96,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.must_be("hidden_act", "silu")
     fields.must_be("rms_norm", True)
     fields.must_be("norm_before_gate", True, False)  # transformers ignores it
-    # A model without attention: one head fits any width.
+    # The model has no attention, but the field is required: one head divides any width.
     ours = read_pairs(fields, PAIRS) | _FIXED | {"num_attention_heads": 1}
     fields.take("expand", 2)  # equals num_heads * head_dim / hidden_size
     ours["hybrid_override_pattern"] = "M" * ours["num_layers"]

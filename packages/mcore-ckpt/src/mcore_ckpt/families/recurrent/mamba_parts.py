@@ -1,4 +1,4 @@
-"""Shared by families with Mamba-2 layers: their fields in config.json, rules of a mixer."""
+"""Fields and rules of weights shared by families with Mamba-2 layers."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,7 @@ MAMBA_PAIRS = (
     ("mamba_dt_max", "time_step_max", 0.1),
     ("mamba_dt_init_floor", "time_step_floor", 1e-4),
 )
-"""Rows of Mamba fields for Mamba-2 and Nemotron-H."""
+"""``Pairs`` of Mamba fields for Mamba-2 and Nemotron-H."""
 SIZE_PAIRS = (
     ("mamba_num_heads", "mamba_n_heads", 128),
     ("mamba_num_groups", "mamba_n_groups", 1),
@@ -52,24 +52,24 @@ SIZE_PAIRS = (
     ("mamba_conv_bias", "mamba_conv_bias", True),
     ("mamba_proj_bias", "mamba_proj_bias", False),
 )
-"""Rows of Mamba fields for Bamba and Granite 4."""
+"""``Pairs`` of Mamba fields for Bamba and Granite 4."""
 
 
 def read_sizes(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read the sizes of Mamba-2 layers, by ``SIZE_PAIRS``."""
-    found = read_pairs(fields, SIZE_PAIRS)
+    """Return our sizes of Mamba-2 layers, by ``SIZE_PAIRS``."""
+    sizes = read_pairs(fields, SIZE_PAIRS)
     expand, width = fields.take("mamba_expand", 2), fields.take("mamba_d_head", "auto")
-    heads = found["mamba_num_heads"]
-    found["mamba_head_dim"] = (
+    heads = sizes["mamba_num_heads"]
+    sizes["mamba_head_dim"] = (
         expand * ours["hidden_size"] // heads if width == "auto" else width
     )
     limit = fields.maybe("time_step_limit")
-    found["mamba_dt_limit"] = read_limit(limit or (0.0, math.inf))
-    return found
+    sizes["mamba_dt_limit"] = read_limit(limit or (0.0, math.inf))
+    return sizes
 
 
 def write_sizes(description: Description) -> Theirs:
-    """Write the sizes of Mamba-2 layers, except the width of all heads together."""
+    """Return their sizes of Mamba-2 layers, except the width of all heads together."""
     config = settings(description)
     return {
         **{there: getattr(config, ours) for ours, there, _ in SIZE_PAIRS},
@@ -84,7 +84,7 @@ def _write_mamba(description: Description, _: Theirs) -> Theirs:
 
 
 MAMBA = FieldRule(covers=HYBRID, read=read_sizes, write=_write_mamba)
-"""Mamba-2 layers whose heads together are a multiple of the hidden size wide."""
+"""Rule of Mamba-2 layers whose heads together are a multiple of the hidden size wide."""
 
 
 def _square_heads(_: Description, theirs: Theirs) -> Theirs:
@@ -99,7 +99,7 @@ SQUARE_HEADS = FieldRule(write=_square_heads)
 
 def read_limit(limit: Any) -> list[float]:
     """Convert bounds of step sizes: an infinite upper bound is 0 in our fields."""
-    # transformers 5 writes {"__float__": "Infinity"}, those before it Infinity.
+    # transformers 5 writes {"__float__": "Infinity"}, older releases Infinity.
     low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limit)
     return [low, 0.0 if high == math.inf else high]
 
@@ -130,7 +130,7 @@ def mamba_rules(
     """Return the rules of one Mamba-2 mixer, with the names that all families use.
 
     Args:
-        description: of the model.
+        description: description of the model.
         there: prefix of their names of the mixer, up to the dot.
         layers: layers that have a mixer; None: all.
     """
@@ -157,7 +157,7 @@ def mamba_rules(
 def below_backbone(
     description: Mapping[str, Any], rules: Iterable[Rule], droppable: tuple[str, ...] = ()
 ) -> Table:
-    """List weights below ``backbone.``: embedding, rules of layers, final norm, head."""
+    """Return the rules of weights below ``backbone.``, given those of the layers."""
     embedding = "backbone.embeddings.weight"
     first = Rule("embedding.weight", embedding)
     last = Rule("final_norm.weight", "backbone.norm_f.weight")
@@ -170,21 +170,33 @@ def hybrid_table(
     halves: Iterable[Rule],
     final_norm: str = "norm",
 ) -> Table:
-    """List the weights of layers with Mamba-2 or attention, followed by an MLP half."""
+    """Return the rules of a model with Mamba-2 or attention and an MLP half in each layer.
+
+    Args:
+        description: description of the model.
+        norms: their names of the norms before ``attention`` and ``mlp``.
+        halves: rules of the MLP halves.
+        final_norm: their name of the final norm.
+    """
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     mixers = {"mamba": "M", "attention": "*"}
-    places = {
+    layers_of = {
         name: tuple(i for i, layer in enumerate(layers) if letter in layer)
         for name, letter in mixers.items()
     }
     there = "model.layers.*."
     rules = [
-        Rule(f"blocks.*.{name}_norm.weight", f"{there}{norms['attention']}.weight", layers=at)
-        for name, at in places.items()
+        Rule(
+            f"blocks.*.{name}_norm.weight",
+            f"{there}{norms['attention']}.weight",
+            layers=layer_ids,
+        )
+        for name, layer_ids in layers_of.items()
     ]
-    rules += mamba_rules(description, f"{there}mamba.", layers=places["mamba"])
+    rules += mamba_rules(description, f"{there}mamba.", layers=layers_of["mamba"])
     rules += [
-        replace(rule, layers=places["attention"]) for rule in attention_rules(description, {})
+        replace(rule, layers=layers_of["attention"])
+        for rule in attention_rules(description, {})
     ]
     rules.append(Rule("blocks.*.mlp_norm.weight", f"{there}{norms['mlp']}.weight"))
     ends = renamed_norm(around(description, [*rules, *halves]), final_norm)
@@ -193,7 +205,7 @@ def hybrid_table(
 
 
 def renamed_norm(rules: Iterable[Rule], name: str) -> tuple[Rule, ...]:
-    """Rename the final norm in rules."""
+    """Return rules with another foreign name of the final norm."""
     return tuple(
         replace(rule, theirs=rule.theirs.replace("model.norm.", f"model.{name}.", 1))
         for rule in rules

@@ -1,4 +1,4 @@
-"""Nemotron-H: one mixer a layer, Mamba-2, attention, squared-ReLU MLP or experts."""
+"""Nemotron-H: each layer is Mamba-2, attention, a squared-ReLU MLP or experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +76,7 @@ _DROPPED = (
     *("num_hidden_layers", "time_step_limit", "num_nextn_predict_layers"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
-"""Fields that repeat others, or concern predictors, which transformers' model lacks too."""
+"""Fields that repeat others, or belong to predictors, which transformers' model lacks too."""
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     ours = read_pairs(fields, PAIRS) | _FIXED
     ours |= {"hybrid_override_pattern": pattern, "num_layers": len(letters)}
-    # transformers' mixer has no limit but the smallest initial step.
+    # The only limit of transformers' mixer is the smallest initial step.
     ours["mamba_dt_limit"] = [ours["mamba_dt_min"], 0.0]
     ours["untie_embeddings_and_output_weights"] = not fields.take("tie_word_embeddings", False)
     moe = read_pairs(fields, _EXPERT_PAIRS) | _ROUTING
@@ -165,20 +165,22 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
     letters = pattern_layers(setting(description, "hybrid_override_pattern"))
-    places = {
+    layers_of = {
         letter: tuple(layer for layer, one in enumerate(letters) if one == letter)
         for letter in "M*-E"
     }
     there = "backbone.layers.*.mixer."
     norms = {"M": "mamba_norm", "*": "attention_norm", "-": "mlp_norm", "E": "mlp_norm"}
     rules = [
-        Rule(f"blocks.*.{norm}.weight", "backbone.layers.*.norm.weight", layers=places[letter])
+        Rule(
+            f"blocks.*.{norm}.weight", "backbone.layers.*.norm.weight", layers=layers_of[letter]
+        )
         for letter, norm in norms.items()
     ]
-    if places["M"]:
-        rules += mamba_rules(description, there, layers=places["M"])
+    if layers_of["M"]:
+        rules += mamba_rules(description, there, layers=layers_of["M"])
     rules += [
-        Rule(f"blocks.*.{ours}.weight", f"{there}{theirs}.weight", layers=places[letter])
+        Rule(f"blocks.*.{ours}.weight", f"{there}{theirs}.weight", layers=layers_of[letter])
         for letter, ours, theirs in (
             *(("*", f"attention.qkv.{part}", f"{part}_proj") for part in "qkv"),
             ("*", "attention.proj", "o_proj"),
@@ -193,6 +195,6 @@ def table(description: Mapping[str, Any]) -> Table:
     ]
     bias = "moe.router.expert_bias"
     rules.append(
-        Rule(f"blocks.*.{bias}", f"{there}gate.e_score_correction_bias", layers=places["E"])
+        Rule(f"blocks.*.{bias}", f"{there}gate.e_score_correction_bias", layers=layers_of["E"])
     )
     return below_backbone(description, rules, droppable=("mtp.*",))

@@ -23,8 +23,10 @@ from mcore_models.logical_tensors import delta_sizes
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or {})
-    left = {name: value for name, value in rope.items() if not name.startswith("mrope")}
-    return {**config, "rope_parameters": left}
+    without_mrope = {
+        name: value for name, value in rope.items() if not name.startswith("mrope")
+    }
+    return {**config, "rope_parameters": without_mrope}
 
 
 def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
@@ -69,7 +71,7 @@ FAMILIES = {
         absent={
             **_DENSE.absent,
             "num_key_value_heads": 2,
-            "intermediate_size": 512,  # of no layer
+            "intermediate_size": 512,  # used by no layer
             "num_experts": 256,
             "num_experts_per_tok": 8,
         },

@@ -46,11 +46,11 @@ _ROUTING = PLAIN_ROUTING | {"moe_shared_expert_gate": True, "moe_input_jitter_ep
 
 
 def read_mixers(fields: Fields, ours: dict[str, Any], half: str = "-") -> dict[str, Any]:
-    """Read sizes of delta nets, and the pattern of layers with one feed-forward half each.
+    """Return our sizes of delta nets, and the pattern of layers with one feed-forward half.
 
     Args:
-        fields: of the config.json.
-        ours: our fields so far.
+        fields: fields of the config.json.
+        ours: our fields read so far.
         half: letter of the feed-forward half.
     """
     every = fields.take("full_attention_interval", 4)
@@ -65,7 +65,7 @@ def read_mixers(fields: Fields, ours: dict[str, Any], half: str = "-") -> dict[s
 
 
 def write_mixers(description: Description, _: Theirs) -> Theirs:
-    """Write sizes of delta nets, and the kind of each layer; inverse of ``read_mixers``."""
+    """Return their sizes of delta nets and the kind of each layer."""
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     words = {letter: word for word, letter in _WORDS.items()}
     return {
@@ -85,12 +85,12 @@ def mixers(half: str) -> FieldRule:
 
 
 def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    found = read_mixers(fields, ours)
+    mixer_fields = read_mixers(fields, ours)
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
-    layers = pattern_layers(found["hybrid_override_pattern"])
+    layers = pattern_layers(mixer_fields["hybrid_override_pattern"])
     halves = ("-" if i in dense or (i + 1) % step else "E" for i in range(len(layers)))
     mixed = join_layers(one[0] + half for one, half in zip(layers, halves, strict=True))
-    return found | {"hybrid_override_pattern": mixed}
+    return mixer_fields | {"hybrid_override_pattern": mixed}
 
 
 def _write_layers(description: Description, theirs: Theirs) -> Theirs:
@@ -102,7 +102,7 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read routed experts and a gated shared one, in layers of the pattern."""
+    """Return our fields for routed experts and a gated shared expert."""
     moe = {name: fields.take(*there) for name, there in _EXPERTS.items()}
     moe |= {
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", True),
@@ -114,7 +114,7 @@ def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_experts(description: Description, _: Theirs) -> Theirs:
-    """Write routed experts and a gated shared one, in layers of the pattern."""
+    """Return their fields for routed experts and a gated shared expert."""
     theirs = {there: expert_setting(description, ours) for ours, (there, _) in _EXPERTS.items()}
     if not theirs["num_experts"]:
         return {"num_experts": 0}
@@ -128,35 +128,37 @@ def write_experts(description: Description, _: Theirs) -> Theirs:
 def delta_table(
     description: Description, delta_rules: Callable[[Description, tuple[int, ...]], list[Rule]]
 ) -> Table:
-    """List the weights of layers with delta nets or gated attention.
+    """Return the rules of a model with delta nets and gated attention.
 
     Args:
-        description: of the model.
-        delta_rules: returns the rules of the delta nets in these layers.
+        description: description of the model.
+        delta_rules: returns the rules of delta nets, given the layers that have them.
     """
     config = settings(description)
     layers = pattern_layers(config.hybrid_override_pattern)
-    places = {
+    layers_of = {
         letter: tuple(i for i, layer in enumerate(layers) if letter in layer)
         for letter in "G*E-"
     }
     norms = {"delta_net_norm": "G", "attention_norm": "*"}
     before = NORMS["attention_norm"]
     rules = [
-        Rule(f"blocks.*.{norm}.weight", f"model.layers.*.{before}.weight", layers=places[one])
+        Rule(
+            f"blocks.*.{norm}.weight", f"model.layers.*.{before}.weight", layers=layers_of[one]
+        )
         for norm, one in norms.items()
     ]
-    rules += delta_rules(description, places["G"])
-    rules += _attention_rules(description, places["*"])
+    rules += delta_rules(description, layers_of["G"])
+    rules += _attention_rules(description, layers_of["*"])
     rules.append(Rule("blocks.*.mlp_norm.weight", f"model.layers.*.{NORMS['mlp_norm']}.weight"))
     mlp = "model.layers.*.mlp."
-    rules += gated_rules("mlp.", "mlp.", places["-"])
+    rules += gated_rules("mlp.", "mlp.", layers_of["-"])
     shared_gate = "blocks.*.moe.shared.token_gate.weight"
     rules += [
-        Rule("blocks.*.moe.router.weight", f"{mlp}gate.weight", layers=places["E"]),
-        *gated_rules("moe.shared.", "mlp.shared_expert.", places["E"]),
-        Rule(shared_gate, f"{mlp}shared_expert_gate.weight", layers=places["E"]),
-        *gated_rules("moe.experts.*.", "mlp.experts.*.", places["E"]),
+        Rule("blocks.*.moe.router.weight", f"{mlp}gate.weight", layers=layers_of["E"]),
+        *gated_rules("moe.shared.", "mlp.shared_expert.", layers_of["E"]),
+        Rule(shared_gate, f"{mlp}shared_expert_gate.weight", layers=layers_of["E"]),
+        *gated_rules("moe.experts.*.", "mlp.experts.*.", layers_of["E"]),
     ]
     return Table(
         around(description, rules),

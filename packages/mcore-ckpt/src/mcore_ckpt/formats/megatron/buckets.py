@@ -1,7 +1,7 @@
 """Reads an optimizer's state from the buckets of Megatron's ``dp_reshardable`` format.
 
-Buckets are flat and contain no names; ``layout`` computes which weights they must contain. The
-result is then verified: every main weight, rounded, must equal the saved weight.
+Buckets are flat and contain no names; ``layout`` computes the weights that they must contain.
+The result is verified: every main weight, rounded, must equal the saved weight.
 """
 
 import re
@@ -48,101 +48,100 @@ def has_buckets(folder: DcpFolder) -> bool:
 def read_buckets(
     folder: DcpFolder, reader: Reader, table: Table, weights: Rows, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, TensorEntry]], int]:
-    """Find the optimizer state of each weight in the buckets.
+    """Return the optimizer state of each weight, located in the buckets.
 
     Args:
-        folder: of the step.
-        reader: of its files.
-        table: rules of the weights that are updated.
-        weights: under Megatron's names, complete.
-        arguments: of the run, with the sizes of its parallel groups.
+        folder: directory of the step.
+        reader: reader of the directory's files.
+        table: rules of the weights that the optimizer updates.
+        weights: complete weights under Megatron's names.
+        arguments: arguments of the run, with the sizes of its parallel groups.
 
     Returns:
-        Per kind of state, the entries of the weights; and the number of tensors of the
-        directory that were used.
+        The entries of the weights by kind of state, and the number of tensors of the directory
+        that hold them.
 
     Raises:
         ValueError: if no known order of the weights fills the buckets with main weights that
             equal the weights.
     """
-    held = _listed(folder)
-    wanted = placed_weights(expand(table), weights)
-    sizes = _sizes(arguments, held)
+    buckets = _listed(folder)
+    placed = placed_weights(expand(table), weights)
+    sizes = _sizes(arguments, buckets)
     if sizes is not None:
         located = {
             name: replace(entry, chunks=tuple(sorted(entry.chunks, key=_begin)))
-            for name, entry in folder.locate(_names(held)).items()
+            for name, entry in folder.locate(_names(buckets)).items()
         }
         for own_norm, by_matrix in product((False, True), repeat=2):
-            pieces = laid_out(Order(own_norm, by_matrix), wanted, held, sizes)
+            pieces = laid_out(Order(own_norm, by_matrix), placed, buckets, sizes)
             if pieces is None:
                 continue
-            mains = _entries(MAIN, pieces, wanted, located)
+            mains = _entries(MAIN, pieces, placed, located)
             source = Source(reader, mains)
-            if len(mains) == len(wanted) and all(is_main(source, weights, n) for n in mains):
-                moments = {kind: _entries(kind, pieces, wanted, located) for kind in MOMENTS}
+            if len(mains) == len(placed) and all(is_main(source, weights, n) for n in mains):
+                moments = {kind: _entries(kind, pieces, placed, located) for kind in MOMENTS}
                 return {MAIN: mains, **moments}, len(located)
     raise ValueError(
-        f"{folder.path} holds the optimizer's state in buckets (dp_reshardable), and no known "
-        "order of the weights fills them so that main weights equal weights. Load and "
-        "save the run once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave "
-        "--optimizer out to convert the weights."
+        f"{folder.path} holds the optimizer's state in buckets (dp_reshardable), which match "
+        "no known order of the weights. Load and save the run once in Megatron with "
+        "--dist-ckpt-optim-fully-reshardable, or leave --optimizer out to convert the weights."
     )
 
 
 def _listed(folder: DcpFolder) -> dict[int, dict[int, Chunks]]:
-    """List the buckets of each optimizer (dense, experts') and each of its ranks.
+    """Return the buckets of each optimizer (dense, experts') and each of its ranks.
 
     Empty if the kinds of state in a bucket differ in size.
     """
-    found: dict[tuple[int, ...], StateBucket] = {}
+    bucket_of: dict[tuple[int, ...], StateBucket] = {}
     dtypes: dict[tuple[int, ...], str] = {}
     kinds = {word: kind for kind, word in _WORDS.items()}
     for name in folder.tensors:
         match = _BUCKET.fullmatch(name)
         if match is not None and match["word"] in kinds:
             numbers = ("optimizer", "rank", "buffer", "bucket")
-            where = tuple(int(match[number] or 0) for number in numbers)
+            position = tuple(int(match[number] or 0) for number in numbers)
             size = folder.tensors[name].shape[0]
-            bucket = found.setdefault(where, StateBucket(size, {}))
+            bucket = bucket_of.setdefault(position, StateBucket(size, {}))
             if bucket.size != size:
                 return {}
             bucket.names[kinds[match["word"]]] = name
-            dtypes[where] = match["dtype"]
-    held: dict[int, dict[int, Chunks]] = defaultdict(dict)
-    last = None
-    for where in sorted(found):
-        optimizer, rank, buffer, _ = where
-        chunks = held[optimizer].setdefault(rank, [])
-        dtype = dtypes[where]
-        if (optimizer, rank, buffer) != last:
-            # A chunk has one buffer a dtype: the same dtype again begins the next chunk.
+            dtypes[position] = match["dtype"]
+    buckets_of_ranks: dict[int, dict[int, Chunks]] = defaultdict(dict)
+    previous = None
+    for position in sorted(bucket_of):
+        optimizer, rank, buffer, _ = position
+        chunks = buckets_of_ranks[optimizer].setdefault(rank, [])
+        dtype = dtypes[position]
+        if (optimizer, rank, buffer) != previous:
+            # A model chunk has one buffer for each dtype: a repeated dtype starts a new chunk.
             if not chunks or dtype in chunks[-1]:
                 chunks.append({})
             chunks[-1][dtype] = []
-            last = (optimizer, rank, buffer)
-        chunks[-1][dtype].append(found[where])
-    return held
+            previous = (optimizer, rank, buffer)
+        chunks[-1][dtype].append(bucket_of[position])
+    return buckets_of_ranks
 
 
-def _names(held: Mapping[int, Mapping[int, Chunks]]) -> Iterator[str]:
-    for ranks in held.values():
+def _names(buckets_of_ranks: Mapping[int, Mapping[int, Chunks]]) -> Iterator[str]:
+    for ranks in buckets_of_ranks.values():
         for chunk in (chunk for chunks in ranks.values() for chunk in chunks):
             for bucket in (bucket for buckets in chunk.values() for bucket in buckets):
                 yield from bucket.names.values()
 
 
 def _sizes(
-    arguments: Mapping[str, Any], held: Mapping[int, Mapping[int, Chunks]]
+    arguments: Mapping[str, Any], buckets: Mapping[int, Mapping[int, Chunks]]
 ) -> Degrees | None:
     """Return the sizes of parallel groups; None if the buckets do not fit such groups."""
     tp = arguments.get("tensor_model_parallel_size")
-    if not isinstance(tp, int) or not held.keys() <= {0, 1}:
+    if not isinstance(tp, int) or not buckets.keys() <= {0, 1}:
         return None
-    ranks = len(held.get(0, {}))
+    ranks = len(buckets.get(0, {}))
     ep = arguments.get("expert_model_parallel_size") or 1
     etp = arguments.get("expert_tensor_parallel_size") or tp
-    is_whole = ranks > 0 and ranks % tp == 0 and set(held[0]) == set(range(ranks))
+    is_whole = ranks > 0 and ranks % tp == 0 and set(buckets[0]) == set(range(ranks))
     return Degrees(tp, ranks // tp, etp, ep) if is_whole else None
 
 
@@ -152,9 +151,9 @@ def _entries(
     weights: Sequence[Weight],
     located: Mapping[str, TensorEntry],
 ) -> dict[str, TensorEntry]:
-    """Return entries of one kind of state by weight; incomplete ones are omitted."""
+    """Return entries of one kind of state by weight; incomplete entries are omitted."""
     firsts = {name: [_begin(c) for c in entry.chunks] for name, entry in located.items()}
-    found = {}
+    entries = {}
     for weight in weights:
         chunks: list[StoredBox] = []
         dtypes = set()
@@ -163,14 +162,16 @@ def _entries(
             if name:
                 chunks += _cut(located[name], firsts[name], piece)
                 dtypes.add(located[name].dtype)
-        whole = not cover_problems(weight.shape, [(c.offsets, c.lengths) for c in chunks])
-        if whole and len(dtypes) == 1:
-            found[weight.name] = TensorEntry(weight.shape, dtypes.pop(), tuple(chunks))
-    return found
+        is_complete = not cover_problems(weight.shape, [(c.offsets, c.lengths) for c in chunks])
+        if is_complete and len(dtypes) == 1:
+            entries[weight.name] = TensorEntry(weight.shape, dtypes.pop(), tuple(chunks))
+    return entries
 
 
 def _cut(entry: TensorEntry, firsts: Sequence[int], piece: BucketPiece) -> Iterator[StoredBox]:
     """Yield the boxes of a weight within the chunks of a bucket."""
+    # `begin` to `end` is the range of one box of the weight in the flat bucket. Its overlap
+    # with a chunk is a flat range of the box, which is up to three boxes for a matrix.
     begin = piece.start
     for origin, lengths in piece.boxes:
         end = begin + prod(lengths)

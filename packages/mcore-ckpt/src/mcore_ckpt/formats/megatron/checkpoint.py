@@ -1,4 +1,4 @@
-"""Opens checkpoints of Megatron: torch_dist directories and the old ``mp_rank_`` folders."""
+"""Opens checkpoints of Megatron: torch_dist directories and old ``mp_rank_`` folders."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -40,22 +40,22 @@ def open_megatron(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoin
     step = _step(path)
     tokenizer, _ = small_files(step / "tokenizer")
     _, generation = small_files(step)
-    small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
+    fields: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
     if is_legacy(step):
         if options.optimizer:
             raise ValueError(
-                f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
-                "--optimizer out to convert the weights."
+                f"{step} is in Megatron's old format, whose optimizer state has no names: "
+                "leave --optimizer out to convert the weights."
             )
         legacy = read_legacy_folder(step, options.vocab_size, description_in(options.config))
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
-            small["took_config"] = bool(options.config)
-            yield link_tensors(legacy.table, theirs, legacy.description, options, **small)
+            fields["took_config"] = bool(options.config)
+            yield link_tensors(legacy.table, theirs, legacy.description, options, **fields)
         return
     folder = read_dcp_folder(step)
     if _WORDS not in folder.tensors:
-        raise ValueError(f"{step} holds no {_WORDS}: it is no GPT that Megatron saved.")
+        raise ValueError(f"{step} holds no {_WORDS}: give a GPT that Megatron saved.")
     padded = folder.tensors[_WORDS].shape[0]
     common, common_file = _common_state(step, folder)
     extra = json.loads(common[EXTRA]) if EXTRA in common else {}
@@ -66,25 +66,27 @@ def open_megatron(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoin
     description = extra.get("model") or _description(step, common, padded, options)
     check_description(description, shapes, str(step))
     weights = [name for name in folder.tensors if not name.startswith(STATE)]
-    # Names that only layers of Transformer Engine have: others where attention is latent.
+    # A name that only layers of Transformer Engine have; another one with latent attention.
     is_latent = any(".linear_kv_down_proj." in name for name in weights)
-    mark = ".layer_norm_" if is_latent else ".pre_mlp_layernorm."
-    is_fused = any(mark in name for name in weights)
+    norm_name = ".layer_norm_" if is_latent else ".pre_mlp_layernorm."
+    is_fused = any(norm_name in name for name in weights)
     impl = "transformer_engine" if is_fused else "local"
     table = megatron_names.table(description, padded, transformer_impl=impl)
     entries = unstacked(folder.locate(weights), expand(table))
-    small |= {
+    fields |= {
         "hf": dict(extra.get("hf", {})),
         "left_behind": len(folder.tensors) - len(weights),
         "took_config": bool(options.config) and not extra,
     }
     with Reader(step) as reader:
-        found = link_tensors(table, Source(reader, entries), description, options, **small)
+        checkpoint = link_tensors(
+            table, Source(reader, entries), description, options, **fields
+        )
         if options.optimizer:
-            both = (found.theirs, RenamedRows(found.links, found.theirs))
-            state = read_megatron(folder, reader, table, both, common, common_file)
-            found = with_state(found, state, options)
-        yield found
+            weight_rows = (checkpoint.theirs, RenamedRows(checkpoint.links, checkpoint.theirs))
+            state = read_megatron(folder, reader, table, weight_rows, common, common_file)
+            checkpoint = with_state(checkpoint, state, options)
+        yield checkpoint
 
 
 def _description(
@@ -103,21 +105,21 @@ def _description(
 
 
 def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
-    """Read the arguments and iteration that Megatron stores once, in a file or an object.
+    """Read the state that Megatron stores once, such as arguments and iteration.
 
     Returns:
-        These values, and the file that holds their tensors.
+        The values of a file or an object of the directory, and the file with their tensors.
     """
     file = step / "common.pt"
     if file.is_file():
-        found = read_torch_file(file)
+        state = read_torch_file(file)
     elif _COMMON in folder.objects:
         file = step / folder.objects[_COMMON].file
-        found = folder.read_object(_COMMON)
-        found = found[0] if isinstance(found, list) and found else found
+        state = folder.read_object(_COMMON)
+        state = state[0] if isinstance(state, list) and state else state
     else:
-        found = {}
-    return (found if isinstance(found, dict) else {}), file
+        state = {}
+    return (state if isinstance(state, dict) else {}), file
 
 
 def _step(path: Path) -> Path:
@@ -125,10 +127,10 @@ def _step(path: Path) -> Path:
     if (path / DCP_METADATA).is_file() or is_legacy(path):
         return path
     step = latest_step(path)
-    found = path if step is None else step_folder(path, step)
-    if step is None or not ((found / DCP_METADATA).is_file() or is_legacy(found)):
+    folder = path if step is None else step_folder(path, step)
+    if step is None or not ((folder / DCP_METADATA).is_file() or is_legacy(folder)):
         raise ValueError(
-            f"{found} holds neither {DCP_METADATA} nor mp_rank_00: it is no complete "
-            "checkpoint of Megatron's."
+            f"{folder} holds neither {DCP_METADATA} nor mp_rank_00: it is not a complete "
+            "checkpoint of Megatron."
         )
-    return found
+    return folder

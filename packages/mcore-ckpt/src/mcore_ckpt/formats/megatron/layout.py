@@ -1,8 +1,8 @@
-"""Where Megatron's modules hold each weight, and where its optimizer stores its state.
+"""Computes the position of each weight in the buckets of Megatron's distributed optimizer.
 
-A distributed optimizer's memory consists of buckets: weights of one model rank from the last to
-the first, each starting at a multiple of 64 elements. Their contents follow from the order in
-which modules create weights and from the buckets' sizes; all functions here are pure.
+The optimizer's memory consists of buckets: weights of one model rank from the last to the
+first, each starting at a multiple of 64 elements. The contents follow from the order in which
+modules create weights and from the sizes of the buckets; all functions here are pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,10 +38,10 @@ _BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight in Megatron's files, and how ranks hold it."""
+    """A weight in Megatron's files, with its position in the model and its split over ranks."""
 
     name: str
-    """Name in Megatron's files, indices in brackets."""
+    """Name in Megatron's files, with indices in brackets."""
     shape: tuple[int, ...]
     dtype: str
     stem: str
@@ -53,7 +53,7 @@ class Weight:
     cut: int
     """Dimension that is split over tensor parallelism; -1: replicated."""
     halves: int
-    """Equal parts along that dimension that are split separately, such as gate and up."""
+    """Equal parts along dimension ``cut`` that are split separately, such as gate and up."""
 
     def boxes(self, rank: int, count: int) -> tuple[Box, ...]:
         """Return a rank's boxes in the order of its memory; empty if the split is uneven."""
@@ -77,9 +77,10 @@ class Order:
     """Differences between Megatron's implementations of a layer."""
 
     norm_first: bool
-    """The norm before attention is a module of its own, created first, not part of ``qkv``."""
+    """The norm before attention is a separate module, created first, not part of ``qkv``."""
     by_matrix: bool
-    """All experts' first matrices precede all second ones, instead of expert by expert."""
+    """First matrices of all experts precede all second matrices, instead of expert by
+    expert."""
 
     def key(self, weight: Weight) -> tuple[int, ...]:
         """Return the sort key of a stage's weights."""
@@ -88,8 +89,8 @@ class Order:
         if self.norm_first and stem.startswith(_OWN_NORM):
             place = -1
         matrix = int("linear_fc2" in stem)
-        own = (matrix, is_bias, weight.expert)
-        inner = own if self.by_matrix else (weight.expert, matrix, is_bias)
+        by_matrix_key = (matrix, is_bias, weight.expert)
+        inner = by_matrix_key if self.by_matrix else (weight.expert, matrix, is_bias)
         return (weight.layer, place, *inner)
 
 
@@ -125,8 +126,8 @@ class BucketPiece:
 
 
 def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
-    """Return each weight with its place in Megatron's modules."""
-    found = []
+    """Return each weight with its position in Megatron's modules."""
+    placed = []
     for link in links:
         stem, index = split_index(link.theirs)
         layer, numbers = (-1 if stem in _FIRST else 1 << 30), list(index)
@@ -137,7 +138,7 @@ def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
                 numbers.insert(0, int(number))
             layer = numbers.pop(0)
         rows = stem in (_FIRST[0], "output_layer.weight") or stem.endswith(_BY_ROWS)
-        found.append(
+        placed.append(
             Weight(
                 link.theirs,
                 weights.entries[link.theirs].shape,
@@ -149,7 +150,7 @@ def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
                 2 if ".linear_fc1." in stem and len(link.ours) == 2 else 1,
             )
         )
-    return found
+    return placed
 
 
 def laid_out(
@@ -158,25 +159,36 @@ def laid_out(
     held: Mapping[int, Mapping[int, Chunks]],
     sizes: Degrees,
 ) -> dict[str, list[BucketPiece]] | None:
-    """Assign every weight to positions in the buckets; None if they are not filled exactly."""
-    apart = 1 in held
-    dense = sorted((w for w in weights if not apart or w.expert < 0), key=order.key)
-    experts = sorted((w for w in weights if apart and w.expert >= 0), key=order.key)
+    """Return the pieces of each weight in the buckets; None if buckets are not filled exactly.
+
+    Args:
+        order: order in which modules create weights.
+        weights: all weights that the optimizer updates.
+        held: buckets of each optimizer (0: dense, 1: experts') and each of its ranks.
+        sizes: sizes of the parallel groups.
+    """
+    has_expert_buckets = 1 in held
+    dense = sorted(
+        (w for w in weights if not has_expert_buckets or w.expert < 0), key=order.key
+    )
+    experts = sorted(
+        (w for w in weights if has_expert_buckets and w.expert >= 0), key=order.key
+    )
     stages = _stages(dense, held[0], sizes)
     if stages is None:
         return None
-    found: dict[str, list[BucketPiece]] = {}
+    pieces: dict[str, list[BucketPiece]] = {}
     for (chunk, stage), mine in stages.items():
         for rank in range(sizes.tp):
             chunks = held[0][stage * sizes.tp + rank]
-            fits = chunk < len(chunks) and _fill(chunks[chunk], mine, rank, sizes.tp, found)
+            fits = chunk < len(chunks) and _fill(chunks[chunk], mine, rank, sizes.tp, pieces)
             if not fits:
                 return None
     layers = {where: {w.layer for w in mine} for where, mine in stages.items()}
     spread = product(range(sizes.pp), range(sizes.ep), range(sizes.etp))
-    each = 1 + max((w.expert for w in experts), default=0) // sizes.ep
+    experts_per_rank = 1 + max((w.expert for w in experts), default=0) // sizes.ep
     for rank, (stage, group, cut) in enumerate(spread):
-        mine = [w for w in experts if w.expert // each == group]
+        mine = [w for w in experts if w.expert // experts_per_rank == group]
         parts = [
             [w for w in mine if w.layer in layers[chunk, stage]]
             for chunk in range(len(layers) // sizes.pp)
@@ -186,16 +198,16 @@ def laid_out(
         chunks = held.get(1, {}).get(rank, [])
         if len(parts) != len(chunks):
             return None
-        for own, part in zip(chunks, parts, strict=True):
-            if not _fill(own, part, cut, sizes.etp, found):
+        for buffers, part in zip(chunks, parts, strict=True):
+            if not _fill(buffers, part, cut, sizes.etp, pieces):
                 return None
-    return found
+    return pieces
 
 
 def _stages(
     weights: Sequence[Weight], ranks: Mapping[int, Chunks], sizes: Degrees
 ) -> dict[tuple[int, int], list[Weight]] | None:
-    """Return the layers of each chunk of each stage that fill its buckets; None: impossible."""
+    """Return the weights of each chunk and stage that fill its buckets; None: impossible."""
     num_chunks = len(ranks[0])
     num_layers = 1 + max((w.layer for w in weights if w.layer < 1 << 30), default=-1)
     # The last of several stages holds a copy of a tied embedding.
@@ -209,10 +221,12 @@ def _stages(
         chunks = ranks[stage * sizes.tp]
         for end in ends:
             first = -1 if not stages else layer
-            mine = [w for w in weights if first <= w.layer < (1 << 31 if is_last else end)]
-            mine += copies if is_last else []
-            if chunk < len(chunks) and _fill(chunks[chunk], mine, 0, sizes.tp, {}):
-                stages[chunk, stage], layer = mine, end
+            chunk_weights = [
+                w for w in weights if first <= w.layer < (1 << 31 if is_last else end)
+            ]
+            chunk_weights += copies if is_last else []
+            if chunk < len(chunks) and _fill(chunks[chunk], chunk_weights, 0, sizes.tp, {}):
+                stages[chunk, stage], layer = chunk_weights, end
                 break
         else:
             return None
@@ -224,29 +238,31 @@ def _fill(
     weights: Sequence[Weight],
     rank: int,
     count: int,
-    found: dict[str, list[BucketPiece]],
+    pieces_of: dict[str, list[BucketPiece]],
 ) -> bool:
     """Assign weights to a chunk's buffers, last weight first; False if they do not fit."""
     if {w.dtype for w in weights} != buffers.keys():
         return False
     for dtype, buckets in buffers.items():
-        mine = [w for w in reversed(weights) if w.dtype == dtype]
-        boxes = [w.boxes(rank, count) for w in mine]
-        sizes = [sum(prod(lengths) for _, lengths in one) for one in boxes]
+        buffer_weights = [w for w in reversed(weights) if w.dtype == dtype]
+        boxes = [w.boxes(rank, count) for w in buffer_weights]
+        sizes = [sum(prod(lengths) for _, lengths in boxes_of_one) for boxes_of_one in boxes]
         starts = bucket_starts(sizes, [bucket.size for bucket in buckets])
         if starts is None or not all(boxes):
             return False
-        for weight, own, (number, start) in zip(mine, boxes, starts, strict=True):
-            pieces = found.setdefault(weight.name, [])
+        for weight, boxes_of_weight, (number, start) in zip(
+            buffer_weights, boxes, starts, strict=True
+        ):
+            pieces = pieces_of.setdefault(weight.name, [])
             # Replicated boxes are taken from the first rank.
-            if own not in [piece.boxes for piece in pieces]:
-                pieces.append(BucketPiece(buckets[number], start, own))
+            if boxes_of_weight not in [piece.boxes for piece in pieces]:
+                pieces.append(BucketPiece(buckets[number], start, boxes_of_weight))
     return True
 
 
 def bucket_starts(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return bucket and start of each weight; None if they do not fill the buckets."""
-    found = []
+    """Return bucket and start of each weight; None if the weights do not fill the buckets."""
+    starts = []
     number = end = 0
     for size in sizes:
         start = _aligned(end)
@@ -256,9 +272,9 @@ def bucket_starts(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[in
         end = start + size
         if number == len(buckets) or end > buckets[number]:
             return None
-        found.append((number, start))
+        starts.append((number, start))
     is_full = number == len(buckets) - 1 and buckets[number] in (end, _aligned(end))
-    return found if is_full else None
+    return starts if is_full else None
 
 
 def _aligned(start: int) -> int:

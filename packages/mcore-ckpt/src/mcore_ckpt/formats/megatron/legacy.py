@@ -1,9 +1,9 @@
-"""Megatron's old checkpoints: a folder for each rank, ``mp_rank_00/model_optim_rng.pt``.
+"""Reads Megatron's old checkpoints: a folder for each rank, ``mp_rank_00/model_optim_rng.pt``.
 
-Each file is a pickle with a shard of every tensor. The pickles are read as data and their
-tensors in place; joined, the shards are complete tensors under the names of the distributed
-format. Both generations are read: the language models of GPT-345M and BERT-345M, and later ones
-with today's names.
+Each file is a pickle with a shard of each tensor. The pickles are read as data, their tensors
+in place; the shards are joined to complete tensors under the names of the distributed format.
+Two generations are supported: models like GPT-345M and BERT-345M with ``language_model`` names,
+and later ones with today's names.
 """
 
 import re
@@ -57,11 +57,11 @@ class LegacyFolder:
     """An old checkpoint with its shards joined."""
 
     description: dict[str, Any]
-    """The model, in our fields."""
+    """Description of the model; see ``families``."""
     table: Table
-    """Rules from its names to ours."""
+    """Rules from Megatron's names to logical names."""
     tensors: dict[str, TensorEntry]
-    """Complete tensors, as chunks of the files."""
+    """Complete tensors by Megatron's name, as chunks of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class _Part:
 def read_legacy_folder(
     folder: Path, vocab_size: int = 0, description: dict[str, Any] | None = None
 ) -> LegacyFolder:
-    """Read an old checkpoint, executing nothing.
+    """Read an old checkpoint as data, without executing its pickles.
 
     Args:
         folder: contains a folder for each rank.
         vocab_size: tokens without padding; 0: as in the stored arguments.
-        description: of the model; required if no arguments are stored.
+        description: description of the model; required if no arguments are stored.
     """
     states = _states(folder)
     first = next(iter(states.values()))[1]
@@ -117,7 +117,7 @@ def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any
         match = _FOLDER.fullmatch(path.name)
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if match is None or file is None:
-            raise CheckpointError(f"{path} is no rank's folder: it holds no {_FILES[0]}.")
+            raise CheckpointError(f"{path} is not a rank's folder: it holds no {_FILES[0]}.")
         tp, *more = (int(n) for n in match.groups() if n is not None)
         pp, ep = (*more, 0, 0)[:2]
         state = read_torch_file(file)
@@ -153,10 +153,10 @@ def _parts(
             for pp in sorted({key[1] for key in states}):
                 file, state = states[(tp, pp, ep)]
                 count = 0
-                for there, tensor in _flat(state[chunk]):
-                    mine, layer = _renumbered(_renamed(there), layers_before)
+                for name_in_file, tensor in _flat(state[chunk]):
+                    global_name, layer = _renumbered(_renamed(name_in_file), layers_before)
                     count = max(count, layer)
-                    name, is_expert = _expert_renumbered(mine, ep * experts)
+                    name, is_expert = _expert_renumbered(global_name, ep * experts)
                     if not _UNREAD.search(name) and (is_expert or ep == 0):
                         parts.setdefault(name, []).append(_Part(tensor, file))
                 layers_before += count
@@ -178,7 +178,7 @@ def _renamed(name: str) -> str:
 
 
 def _renumbered(name: str, before: int) -> tuple[str, int]:
-    """Add the number of earlier stages' layers; also return this stage's number of layers."""
+    """Return a name with ``before`` added to its layer, and the layer's number in its stage."""
     match = re.match(r"(decoder\.layers\.)(\d+)(\..*)", name)
     if match is None:
         return name, 0
@@ -207,7 +207,7 @@ def _experts_of_a_rank(
 def _joined(
     name: str, parts: list[_Part], description: Mapping[str, Any], version: float
 ) -> TensorEntry:
-    """Join shards along rows or columns, or take one of equal copies."""
+    """Return the entry of shards joined along rows or columns, or of one of equal copies."""
     shape, count = parts[0].tensor.shape, len(parts)
     if any((p.tensor.shape, p.tensor.dtype) != (shape, parts[0].tensor.dtype) for p in parts):
         raise CheckpointError(f"{name} has another shape or dtype on another rank")
@@ -232,7 +232,7 @@ def _joined(
 
 
 def _bands(name: str, description: Mapping[str, Any], version: float) -> int:
-    """Return the number of bands of a shard's rows that are split separately."""
+    """Return the number of equal bands of rows that are split separately; 0: not split."""
     if "linear_qkv." in name and "layer_norm" not in name:
         return 3 if version < 1 else 1
     if "linear_fc1." in name and "layer_norm" not in name:
@@ -252,14 +252,14 @@ def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[Stor
 
 
 def _copied_heads(description: Mapping[str, Any], names: set[str]) -> set[str]:
-    """Return the names that repeat the embedding on a last stage."""
+    """Return the names of a last stage's copy of the tied embedding."""
     is_tied = not setting(description, "untie_embeddings_and_output_weights")
     return {"output_layer.weight"} & names if is_tied else set()
 
 
 def _bert_description(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    found = megatron_names.from_arguments(values, vocab_size)
-    config = found["config"]
+    gpt_description = megatron_names.from_arguments(values, vocab_size)
+    config = gpt_description["config"]
     defaults = {
         "ffn_hidden_size": 4 * config["hidden_size"],
         "max_position_embeddings": 512,
@@ -269,12 +269,12 @@ def _bert_description(values: dict[str, Any], vocab_size: int) -> dict[str, Any]
         "attention_dropout": 0.1,
         "init_method_std": 0.02,
     }
-    kept = ("num_layers", "hidden_size", "num_attention_heads")
-    config = {name: config[name] for name in kept} | {
+    sizes = ("num_layers", "hidden_size", "num_attention_heads")
+    config = {name: config[name] for name in sizes} | {
         name: config.get(name) or default for name, default in defaults.items()
     }
     config["bert_heads"] = ["pooler", "lm", "binary"]
-    return {**found, "family": "bert", "config": config}
+    return {**gpt_description, "family": "bert", "config": config}
 
 
 def _table(description: dict[str, Any], padded_vocab_size: int, version: float) -> Table:
@@ -287,14 +287,14 @@ def _table(description: dict[str, Any], padded_vocab_size: int, version: float) 
             version=version,
         )
     config = description["config"]
-    like = {
+    gpt_config = {
         **config,
         "normalization": "LayerNorm",
         "swiglu": False,
         "add_bias_linear": True,
         "position_embedding_type": "learned_absolute",
     }
-    as_gpt = {**description, "family": "gpt", "config": like}
+    as_gpt = {**description, "family": "gpt", "config": gpt_config}
     body = megatron_names.table(
         as_gpt, padded_vocab_size, transformer_impl="local", is_numbered=True, version=version
     )

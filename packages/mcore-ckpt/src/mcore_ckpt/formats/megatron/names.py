@@ -1,9 +1,9 @@
-"""Megatron's names and arguments for a GPT, mapped to our tensors and fields.
+"""Maps Megatron's names and arguments of a GPT to logical tensors and description fields.
 
-In its distributed format a tensor holds all layers along its first dimension, and all experts
-along the next, unless layers differ: then the layer's number is in the name. Queries, keys and
-values are stored group by group in one matrix, gates before ups in another. The vocabulary is
-padded with rows without meaning.
+In Megatron's distributed format a tensor holds all layers along its first dimension and all
+experts along the next, unless layers differ: then the layer's number is in the name. Queries,
+keys and values are stored group by group in one matrix, gates before ups in another. The
+vocabulary is padded with rows without meaning.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ from mcore_models.layer_patterns import read_pattern
 from mcore_models.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
-"""Order of rows that is written, and read unchanged."""
+"""Version that determines the order of rows of queries, keys and values; this one is
+written."""
 
 _REFUSED = (
     *("mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
@@ -57,10 +58,10 @@ LATENT_ROPE = (
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
-"""Arguments of rotary positions in latent attention with the names of our fields."""
+"""Arguments of rotary positions in latent attention, named like fields of a description."""
 _LATENT_EPSILON = 1e-6
-"""That of the norms of latent vectors here and in DeepSeek's models; Megatron's have the
-epsilon of all norms."""
+"""Epsilon of the norms of latent vectors in mcore-models and DeepSeek's models; in Megatron all
+norms have one epsilon."""
 
 
 def table(
@@ -71,18 +72,18 @@ def table(
     is_numbered: bool = False,
     version: float = CHECKPOINT_VERSION,
 ) -> Table:
-    """List the weights under the names of Megatron's distributed format.
+    """Return the rules of the weights under the names of Megatron's distributed format.
 
     Args:
-        description: of a model of the family ``gpt``.
-        padded_vocab_size: rows of its embedding and head in the files.
+        description: description of a model of the family ``gpt``.
+        padded_vocab_size: rows of embedding and head in the files.
         transformer_impl: Megatron's flag; ``local`` names the norm before experts like the norm
             before a dense MLP.
-        is_numbered: put layer numbers into names, although layers are alike.
-        version: of the checkpoint; determines the order of queries, keys and values.
+        is_numbered: put layer numbers into names even if all layers are equal.
+        version: version of the checkpoint; determines the order of queries, keys and values.
 
     Raises:
-        ValueError: if it is another model, or the vocabulary does not fit.
+        ValueError: if Megatron cannot express the model, or the vocabulary does not fit.
     """
     if description.get("family") != "gpt":
         raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
@@ -99,10 +100,13 @@ def table(
     count = setting(description, "num_layers")
     dense = tuple(layer for layer in range(count) if layer not in sparse)
     is_fused = transformer_impl == "transformer_engine"
-    fused, own = f"{prefix}mlp.linear_fc1.layer_norm_", f"{prefix}pre_mlp_layernorm."
+    fused_norm, separate_norm = (
+        f"{prefix}mlp.linear_fc1.layer_norm_",
+        f"{prefix}pre_mlp_layernorm.",
+    )
     # Local layers have one name for the norm before either kind of network.
-    dense_norm = own if is_latent and not is_fused else fused
-    sparse_norm = own if is_latent or is_fused else fused
+    dense_norm = separate_norm if is_latent and not is_fused else fused_norm
+    sparse_norm = separate_norm if is_latent or is_fused else fused_norm
     attention = (
         latent_rules(description, prefix, index, is_fused=is_fused)
         if is_latent
@@ -126,10 +130,10 @@ def table(
 
 
 def extra_states(table: Table) -> list[str]:
-    """List the objects that Megatron's linear layers load besides their weights.
+    """Return the names of the ``_extra_state`` objects that Megatron's linear layers load.
 
-    Layers of Transformer Engine keep fp8 scales there, others nothing; each layer, and each
-    expert in it, requires its own object.
+    Layers of Transformer Engine store fp8 scales in them, other layers nothing; each layer and
+    each expert requires an object.
     """
     names = []
     for link in expand(table):
@@ -156,8 +160,8 @@ def _around(
         )
     rules = [Rule("embedding.weight", "embedding.word_embeddings.weight", padding=padding)]
     if setting(description, "position_embedding_type") == "learned_absolute":
-        there = "embedding.position_embeddings.weight"
-        rules.append(Rule("position_embedding.weight", there))
+        foreign_name = "embedding.position_embeddings.weight"
+        rules.append(Rule("position_embedding.weight", foreign_name))
     rules += layers
     rules += _norms("final_norm", "decoder.final_layernorm.", "", description, None)
     if setting(description, "untie_embeddings_and_output_weights"):
@@ -182,8 +186,10 @@ def attention_rules(
     description: Mapping[str, Any], prefix: str, index: str, version: float
 ) -> list[Rule]:
     """Return the rules of a layer's attention and of the norm before it."""
-    at = f"{prefix}self_attention."
-    rules = _norms("attention_norm", f"{at}linear_qkv.layer_norm_", index, description, None)
+    module = f"{prefix}self_attention."
+    rules = _norms(
+        "attention_norm", f"{module}linear_qkv.layer_norm_", index, description, None
+    )
     biased = setting(description, "add_bias_linear")
     config = settings(description)
     head, groups = head_dim(config), num_kv_heads(config)
@@ -193,20 +199,20 @@ def attention_rules(
     for kind in ("weight", "bias"):
         if kind == "weight" or biased or setting(description, "add_qkv_bias"):
             qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in "qkv")
-            there = f"{at}linear_qkv.{kind}{index}"
-            rules.append(Rule(qkv, there, sizes=widths, groups=blocks))
+            foreign_name = f"{module}linear_qkv.{kind}{index}"
+            rules.append(Rule(qkv, foreign_name, sizes=widths, groups=blocks))
         if kind == "weight" or biased:
-            there = f"{at}linear_proj.{kind}{index}"
-            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
+            foreign_name = f"{module}linear_proj.{kind}{index}"
+            rules.append(Rule(f"blocks.*.attention.proj.{kind}", foreign_name))
     if setting(description, "qk_layernorm"):
         for part in "qk":
-            there = f"{at}{part}_layernorm."
-            rules += _norms(f"attention.{part}_norm", there, index, description, None)
+            foreign_name = f"{module}{part}_layernorm."
+            rules += _norms(f"attention.{part}_norm", foreign_name, index, description, None)
     return rules
 
 
 def check_latent(description: Mapping[str, Any]) -> None:
-    """Raise ValueError for latent attention that Megatron computes otherwise."""
+    """Raise ValueError for latent attention that Megatron computes differently."""
     require(description, rotary_interleaved=True, position_embedding_type="rope")
     require(description, add_bias_linear=False, add_qkv_bias=False, normalization="RMSNorm")
     if setting(description, "rope_type") not in ("rope", "yarn"):
@@ -216,13 +222,13 @@ def check_latent(description: Mapping[str, Any]) -> None:
 
 
 def _check_routing(description: Mapping[str, Any]) -> None:
-    """Raise ValueError for routing that Megatron computes otherwise."""
+    """Raise ValueError for routing that Megatron computes differently."""
     require_routing(description, {"moe_router_norm_topk_prob": True})
     if expert_setting(description, "moe_router_score_function") == "sparsemixer":
         raise ValueError("it cannot express --moe-router-score-function sparsemixer")
     kept = expert_setting(description, "moe_router_group_topk")
     scored = expert_setting(description, "moe_router_group_score_topk")
-    # The score of a group is there the sum over as many experts as it may give.
+    # In Megatron a group's score is the sum over topk / group_topk of its experts.
     if kept and scored:
         most = expert_setting(description, "moe_router_topk") // kept
         require_routing(description, {"moe_router_group_score_topk": most})
@@ -234,13 +240,13 @@ def latent_rules(
     """Return the rules of a layer's latent attention and of the norm before it.
 
     Args:
-        description: of the model.
-        prefix: of a layer's names.
-        index: of the layer, behind a name.
+        description: description of the model.
+        prefix: prefix of the names in a layer.
+        index: index of the layer, at the end of a name.
         is_fused: whether norms of latent vectors belong to the linears that follow them, as in
             layers of Transformer Engine.
     """
-    at = f"{prefix}self_attention."
+    module = f"{prefix}self_attention."
     names = {
         "kv_down": "linear_kv_down_proj.weight",
         "kv_up": "linear_kv_up_proj.weight",
@@ -257,7 +263,7 @@ def latent_rules(
     return [
         *_norms("attention_norm", f"{prefix}input_layernorm.", index, description, None),
         *(
-            Rule(f"blocks.*.mla.{ours}.weight", f"{at}{theirs}{index}")
+            Rule(f"blocks.*.mla.{ours}.weight", f"{module}{theirs}{index}")
             for ours, theirs in names.items()
         ),
     ]
@@ -278,28 +284,32 @@ def mlp_rules(
     rules = []
     for kind in ("weight", "bias") if biased else ("weight",):
         fc1 = tuple(f"blocks.*.{ours}fc1.{part}.{kind}" for part in ("gate", "up"))
-        mine = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
-        rules.append(Rule(mine, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
-        there = f"{theirs}linear_fc2.{kind}{index}"
-        rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", there, layers=layers))
+        our_names = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
+        rules.append(Rule(our_names, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
+        foreign_name = f"{theirs}linear_fc2.{kind}{index}"
+        rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", foreign_name, layers=layers))
     return rules
 
 
 def _experts(
     description: Mapping[str, Any], prefix: str, is_mixed: bool, layers: tuple[int, ...]
 ) -> list[Rule]:
-    at, index = f"{prefix}mlp.", "" if is_mixed else "[*]"
+    module, index = f"{prefix}mlp.", "" if is_mixed else "[*]"
     expert = "[*]" if is_mixed else "[*,*]"
-    rules = [Rule("blocks.*.moe.router.weight", f"{at}router.weight{index}", layers=layers)]
+    rules = [Rule("blocks.*.moe.router.weight", f"{module}router.weight{index}", layers=layers)]
     if expert_setting(description, "moe_router_enable_expert_bias"):
-        there = f"{at}router.expert_bias{index}"
-        rules.append(Rule("blocks.*.moe.router.expert_bias", there, layers=layers))
-    rules += mlp_rules("moe.experts.*.", description, f"{at}experts.experts.", expert, layers)
+        foreign_name = f"{module}router.expert_bias{index}"
+        rules.append(Rule("blocks.*.moe.router.expert_bias", foreign_name, layers=layers))
+    rules += mlp_rules(
+        "moe.experts.*.", description, f"{module}experts.experts.", expert, layers
+    )
     if expert_setting(description, "moe_shared_expert_intermediate_size"):
-        there = f"{at}shared_experts."
-        rules += mlp_rules("moe.shared.", description, there, index, layers, biased=False)
+        foreign_name = f"{module}shared_experts."
+        rules += mlp_rules(
+            "moe.shared.", description, foreign_name, index, layers, biased=False
+        )
         if expert_setting(description, "moe_shared_expert_gate"):
-            gate = f"{there}gate_weight{index}"
+            gate = f"{foreign_name}gate_weight{index}"
             rules.append(Rule("blocks.*.moe.shared.token_gate.weight", gate, layers=layers))
     return rules
 
@@ -336,7 +346,9 @@ def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict
     }
     if values["multi_latent_attention"]:
         values |= {name: setting(description, name) for name in LATENT_ROPE}
-        values["rotary_interleaved"] = False  # pairs are those of latent attention in any case
+        values["rotary_interleaved"] = (
+            False  # latent attention rotates neighbouring pairs regardless
+        )
         if values["rope_type"] == "rope":
             values["rotary_scaling_factor"] = 1.0
     values |= {name: None for name in _EMPTY_IS_NONE if values.get(name) in (0, 0.0, "")}
@@ -347,7 +359,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     """Convert the arguments that Megatron stored to a description.
 
     Args:
-        arguments: its namespace, as a dictionary.
+        arguments: Megatron's namespace of arguments, as a dictionary.
         vocab_size: tokens without padding; 0: as in the arguments.
 
     Raises:
@@ -357,8 +369,8 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
         if arguments.get(name) not in _OFF:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"the checkpoint was trained with {flag} {arguments[name]!r}, which mcore has "
-                "no table for."
+                f"the checkpoint was trained with {flag} {arguments[name]!r}, which cannot be "
+                "converted."
             )
     for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
         if not arguments.get(name):
@@ -373,7 +385,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
         config["window_size"] = list(arguments["window_size"])
     if "window_attn_skip_freq" in config:
         config["window_attn_skip_freq"] = str(config["window_attn_skip_freq"]).replace(" ", "")
-    # Files older than these flags have Megatron's defaults, which differ from ours.
+    # Files older than these flags were trained with Megatron's defaults, not with ours.
     config.setdefault("normalization", "LayerNorm")
     config.setdefault("position_embedding_type", "learned_absolute")
     config.setdefault("swiglu", False)
@@ -381,7 +393,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     if config["position_embedding_type"] not in _POSITIONS:
         raise ValueError(
             "the checkpoint was trained with --position-embedding-type "
-            f"{config['position_embedding_type']}, which mcore has no table for."
+            f"{config['position_embedding_type']}, which cannot be converted."
         )
     # Megatron's fused bias and GELU is the tanh approximation, even without a flag.
     is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))

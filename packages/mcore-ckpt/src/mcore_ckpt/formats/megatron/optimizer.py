@@ -1,9 +1,9 @@
 """Reads and writes the optimizer's state in Megatron's distributed format.
 
-Forms with named weights are read here: ``fully_reshardable``, that of an optimizer that is not
-distributed, and the flat ranges of ``fully_sharded_model_space``, which megatron-core no longer
-writes. ``dp_reshardable``, the unnamed memory of one layout, is read by ``buckets``.
-``fully_reshardable`` is written.
+This module reads the formats with named weights: ``fully_reshardable``, that of an optimizer
+that is not distributed, and the flat ranges of ``fully_sharded_model_space``, which
+megatron-core no longer writes. ``buckets`` reads ``dp_reshardable``, the unnamed memory of one
+layout. This module writes ``fully_reshardable``.
 """
 
 import re
@@ -38,7 +38,8 @@ from mcore_parallel.sharding import flat_boxes
 
 _PREFIX = "optimizer.state."
 _NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<word>\w+)\.(?P<weight>.+)")
-"""Older releases number their optimizers and give experts one; the names are unique without."""
+"""Name of a state tensor. Older releases number optimizers; names are unique without
+numbers."""
 
 _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.\w+\.optimizer/shard_.*")
 _MAIN_WORDS = ("param", "fp32_param")
@@ -53,7 +54,7 @@ _SCHEDULE = {
     "weight_decay_samples": "wd_incr_steps",
     "weight_decay_style": "wd_incr_style",
 }
-"""Megatron's name of each of our schedule's fields; both count sequences."""
+"""Megatron's name of each schedule field of mcore-train; both count sequences."""
 
 
 def state_table(table: Table) -> Table:
@@ -74,11 +75,19 @@ def read_megatron(
     common: Mapping[str, Any],
     common_file: Path,
 ) -> OptimizerState:
-    """Read the optimizer's state.
+    """Return the optimizer's state of a directory.
+
+    Args:
+        folder: directory of the step.
+        reader: reader of the directory's files.
+        table: rules of the weights.
+        weights: weights under foreign names, and under logical names.
+        common: state that Megatron stores once.
+        common_file: file with the tensors of ``common``.
 
     Raises:
-        ValueError: if there is none, it is in a form without names, or it belongs to other
-            weights.
+        ValueError: if the directory has no state, a state without names of weights, or the
+            state of other weights.
     """
     table = state_table(table)
     kinds = (MAIN, *MOMENTS)
@@ -95,22 +104,22 @@ def read_megatron(
     parts = {kind: _part(kind, entries[kind], reader, table) for kind in MOMENTS}
     parts = {MAIN: _main_part(entries[MAIN], reader, table, weights[0], is_proven), **parts}
     check_parts(parts, weights[1])
-    kept = {kind: part for kind, part in parts.items() if part.links}
+    present = {kind: part for kind, part in parts.items() if part.links}
     trees = [(common.get("optimizer"), common_file), *_objects(folder)]
-    return OptimizerState(kept, _progress(folder.path, common, trees), count)
+    return OptimizerState(present, _progress(folder.path, common, trees), count)
 
 
 def _refusal(folder: DcpFolder) -> str:
     return (
-        f"{folder.path} holds no optimizer state that can be converted: it was saved without, "
-        "or in a form that names no weights (dp_zero_gather_scatter). Load and save the run "
-        "once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave --optimizer out "
-        "to convert the weights."
+        f"{folder.path} holds no optimizer state that can be converted: it was saved without "
+        "state, or in a format without names of weights (dp_zero_gather_scatter). Load and "
+        "save the run once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave "
+        "--optimizer out to convert the weights."
     )
 
 
 def _objects(folder: DcpFolder) -> Iterator[tuple[Any, Path]]:
-    """Read the objects that rank-dependent optimizers store besides their buckets."""
+    """Yield the objects that distributed optimizers store in addition to their buckets."""
     for name, place in folder.objects.items():
         if _GROUPS.fullmatch(name):
             yield folder.read_object(name), folder.path / place.file
@@ -119,40 +128,40 @@ def _objects(folder: DcpFolder) -> Iterator[tuple[Any, Path]]:
 def _named(folder: DcpFolder, kind: str) -> dict[str, str]:
     """Return the tensors of one kind of state, by weight."""
     words = _MAIN_WORDS if kind == MAIN else (kind,)
-    found = {}
+    name_of_weight = {}
     for name in folder.tensors:
         match = _NAME.fullmatch(name)
         if match is not None and match["word"] in words:
-            found[match["weight"]] = name
-    return found
+            name_of_weight[match["weight"]] = name
+    return name_of_weight
 
 
 def _entries(
     folder: DcpFolder, table: Table, named: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
     """Return entries of one kind of state by weight, one for each layer and expert."""
-    found = {}
+    entries = {}
     for weight, name in named.items():
         like = folder.tensors.get(weight)
         entry = folder.locate([name])[name]
         is_flat = like is not None and entry.shape != like.shape
-        found[weight] = unflattened(name, entry, like.shape) if is_flat and like else entry
-    return unstacked(found, expand(table))
+        entries[weight] = unflattened(name, entry, like.shape) if is_flat and like else entry
+    return unstacked(entries, expand(table))
 
 
 def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Convert the entry of a tensor stored as flat ranges to one with boxes.
+    """Return the entry of a tensor stored as flat ranges, converted to boxes.
 
-    A grid cut the tensor into equal blocks; the leading dimensions index the block, the last
-    one holds its elements in order.
+    A grid divides the tensor into equal blocks. The leading dimensions of the stored tensor
+    index the block, the last dimension holds the elements of the block in order.
     """
     *grid, size = entry.shape or (0,)
     block = [length // max(1, count) for length, count in zip(shape, grid, strict=False)]
-    whole = [length * count for length, count in zip(block, grid, strict=False)]
-    if len(grid) != len(shape) or tuple(whole) != shape or prod(block) != size:
+    covered = [length * count for length, count in zip(block, grid, strict=False)]
+    if len(grid) != len(shape) or tuple(covered) != shape or prod(block) != size:
         raise ValueError(
-            f"{name} of shape {list(entry.shape)} is no flat form of its weight of shape "
-            f"{list(shape)}."
+            f"{name} of shape {list(entry.shape)} does not fit its weight of shape "
+            f"{list(shape)}: the checkpoint is damaged."
         )
     chunks: list[StoredBox] = []
     for chunk in entry.chunks:
@@ -161,23 +170,28 @@ def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor
 
 
 def _boxed(chunk: StoredBox, block: list[int], item_bytes: int) -> Iterator[StoredBox]:
-    """Yield the boxes that a chunk of elements of one block, or of whole blocks, covers."""
+    """Yield the boxes of the weight that a chunk of elements of one block covers."""
     *grid, first = chunk.offsets
     *blocks, count = chunk.lengths
     if prod(blocks) != 1:
-        raise ValueError(f"{chunk.file} holds several blocks of a flat tensor in one chunk.")
+        raise ValueError(
+            f"{chunk.file} holds several blocks of a flat tensor in one chunk, which is not "
+            "supported."
+        )
     origin = [number * length for number, length in zip(grid, block, strict=True)]
     done = 0
     for offsets, lengths in flat_boxes(tuple(block), first, first + count):
-        where = tuple(o + b for o, b in zip(offsets, origin, strict=True))
-        yield StoredBox(chunk.file, chunk.offset + done * item_bytes, where, lengths)
+        offsets_in_weight = tuple(o + b for o, b in zip(offsets, origin, strict=True))
+        yield StoredBox(
+            chunk.file, chunk.offset + done * item_bytes, offsets_in_weight, lengths
+        )
         done += prod(lengths)
 
 
 def _part(
     kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table
 ) -> StateKind:
-    """Match one kind of state with the weights' table, and return its rows."""
+    """Return one kind of state, matched with the weights' table."""
     links = expand(table) if entries or kind != MAIN else []
     theirs = Source(reader, entries)
     for name in match_theirs(table, links, entries):
@@ -192,47 +206,47 @@ def _main_part(
     weights: Rows,
     is_proven: bool,
 ) -> StateKind:
-    """Check main weights against the weights; return the rows of those that are needed."""
+    """Compare main weights with the weights; return the main weights that are needed."""
     part = _part(MAIN, entries, reader, table)
     for link in () if is_proven else part.links:
         if not is_main(part.theirs, weights, link.theirs):
             raise ValueError(
-                f"the optimizer's main weight of {link.theirs}, rounded, is not the weight: "
-                "the state belongs to other weights, or is displaced (megatron-core 0.19 "
-                "displaces it with --dist-ckpt-optim-fully-reshardable where buckets are "
-                "padded, and warns of it). Save the run in Megatron without that flag, or "
-                "leave --optimizer out to convert the weights."
+                f"the optimizer's main weight of {link.theirs}, rounded, differs from the "
+                "weight: the state belongs to other weights, or is displaced (megatron-core "
+                "0.19 displaces it with --dist-ckpt-optim-fully-reshardable if buckets are "
+                "padded, with a warning). Save the run in Megatron without that flag, or leave "
+                "--optimizer out to convert the weights."
             )
-    # float32 weights are their own main weights here; Megatron stores equal copies.
+    # In mcore float32 weights have no main weights; Megatron stores equal copies.
     needed = [link for link in part.links if wants_main(weights.entries[link.theirs].dtype)]
     return remap_state(needed, part.theirs)
 
 
 def _arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = common.get("args")
-    return found.fields() if isinstance(found, Record) else {}
+    arguments = common.get("args")
+    return arguments.fields() if isinstance(arguments, Record) else {}
 
 
 def _progress(
     step: Path, common: Mapping[str, Any], trees: Iterable[tuple[Any, Path]]
 ) -> dict[str, Any]:
-    """Read iteration and schedule; ``trees`` are optimizer states, each with its file."""
+    """Return iteration and schedule; ``trees`` are optimizer states, each with its file."""
     arguments = _arguments(common)
     scheduler = common.get("opt_param_scheduler")
     scheduler = scheduler if isinstance(scheduler, Mapping) else {}
     steps = {count for tree, file in trees for count in _steps(tree, file)}
     if len(steps) != 1:
-        found = ", ".join(map(str, sorted(steps))) or "none"
+        counts = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(
-            f"{step} must have one number of updates for all weights, but has {found}."
+            f"{step} must have the same number of updates for all weights, but has {counts}."
         )
     numbers = {"iteration": common.get("iteration")}
     numbers["consumed_train_samples"] = arguments.get("consumed_train_samples")
     for name, value in numbers.items():
         if type(value) is not int:
             raise ValueError(
-                f"{step} lacks {name}, so a run cannot resume from it: leave --optimizer "
-                "out to convert the weights."
+                f"{step} lacks {name}, which a run needs to resume: leave --optimizer out to "
+                "convert the weights."
             )
     samples = scheduler.get("num_steps", numbers["consumed_train_samples"])
     schedule = {ours: scheduler[word] for ours, word in _SCHEDULE.items() if word in scheduler}
@@ -257,25 +271,24 @@ def _number(value: Any, file: Path) -> float:
     """Read a number that may be stored as a tensor in ``file``."""
     if not isinstance(value, FileTensor):
         return float(value)
-    form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[value.dtype]
+    struct_format = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[value.dtype]
     with file.open("rb") as content:
         content.seek(value.offset)
-        return float(struct.unpack(form, content.read(struct.calcsize(form)))[0])
+        return float(
+            struct.unpack(struct_format, content.read(struct.calcsize(struct_format)))[0]
+        )
 
 
 def to_common(
     progress: Mapping[str, Any], arguments: dict[str, Any], *, experts_apart: bool = False
 ) -> dict[str, Any]:
-    """Convert a run's progress to the entries that Megatron stores.
+    """Return a run's progress as the entries that Megatron stores, without the arguments.
 
     Args:
-        progress: of an ``OptimizerState``.
-        arguments: receive the position in the data.
-        experts_apart: experts have an optimizer of their own: where a run of Megatron's
-            spreads them over ranks.
-
-    Returns:
-        Entries besides the arguments.
+        progress: progress of an ``OptimizerState``.
+        arguments: Megatron's arguments; the position in the data is added.
+        experts_apart: write a separate optimizer for experts, as runs of Megatron with expert
+            parallelism have.
     """
     schedule = progress.get("schedule") or {}
     arguments["consumed_train_samples"] = progress["consumed_train_samples"]
@@ -318,9 +331,9 @@ def _groups(progress: Mapping[str, Any], *, is_of_experts: bool) -> dict[Any, An
 
 
 def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item]:
-    """List the state as items of a distributed optimizer.
+    """Return the state as items of a distributed optimizer.
 
-    float32 weights, which are their own main weights here, are listed as main weights.
+    float32 weights, which have no main weights in mcore, are written as main weights.
     """
     links = expand(state_table(table))
     items = []
@@ -328,8 +341,8 @@ def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item
         part = state.parts.get(kind)
         word = "param" if kind == MAIN else kind
         for link in links:
-            held = part is not None and link.ours[0] in part.ours.entries
-            rows = part.ours if held and part is not None else weights
+            has_state_of_weight = part is not None and link.ours[0] in part.ours.entries
+            rows = part.ours if has_state_of_weight and part is not None else weights
             items += [
                 replace(item, name=f"{_PREFIX}{word}.{item.name}")
                 for item in their_items([link], rows)

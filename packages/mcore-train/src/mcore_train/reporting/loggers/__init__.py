@@ -1,1 +1,1 @@
-"""Where numbers of a run go beside its own files: one file for each service."""
+"""Loggers that send the numbers of a run to other services, one file for each service."""

@@ -1,4 +1,4 @@
-"""A thread for a logger that may block, such as a client that retries a dead server."""
+"""Runs a logger that may block, such as a client that retries a dead server, in a thread."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_failure(logger: Logger, error: Exception) -> None:
-    """Log that a logger raised an error and is no longer called."""
+    """Log a warning that a logger raised an error and gets no more numbers."""
     log.warning(
         "%s failed and gets no more numbers of this run (%s: %s); training goes on",
         *(type(logger).__name__, type(error).__name__, error),
@@ -24,14 +24,14 @@ def warn_of_failure(logger: Logger, error: Exception) -> None:
 class BackgroundLogger:
     """Calls another logger in a daemon thread; all methods but ``close`` return at once.
 
-    At most ``max_waiting`` calls wait; further ones are dropped. ``close`` waits for at most
-    ``close_timeout_s`` and warns of the number of points that did not arrive.
+    At most ``max_waiting`` calls are queued; further calls are dropped. ``close`` waits for at
+    most ``close_timeout_s`` and warns of the number of points that were not sent.
     """
 
     def __init__(
         self, logger: Logger, max_waiting: int = 1000, close_timeout_s: float = 30.0
     ) -> None:
-        """Prepare; ``begin`` starts the thread."""
+        """Prepare a logger; ``begin`` starts the thread."""
         self.takes_back = logger.takes_back
         self._logger, self._close_timeout_s = logger, close_timeout_s
         self._calls: Queue[Callable[[], None]] = Queue(max_waiting)
@@ -40,21 +40,21 @@ class BackgroundLogger:
         self._has_dropped = self._has_failed = False
 
     def begin(self, attempt: Attempt) -> None:
-        """Start the thread; open the run there."""
+        """Start the thread, and open the run in it."""
         self._thread.start()
         self._send(partial(self._logger.begin, attempt))
 
     def describe(self, header: Header) -> None:
-        """Take the description of the run."""
+        """Store the description of the run."""
         self._send(partial(self._logger.describe, header))
 
     def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Take numbers of a step."""
+        """Send numbers of a step."""
         self._num_points += 1
         self._send(partial(self._log, kind, iteration, dict(numbers)))
 
     def close(self) -> None:
-        """Wait until all is sent, at most for the timeout."""
+        """Wait until all queued calls are done, at most for the timeout."""
         if self._has_failed:
             return
         deadline = time.monotonic() + self._close_timeout_s
@@ -74,8 +74,8 @@ class BackgroundLogger:
         except Full:
             if not (self._has_dropped or self._has_failed):
                 log.warning(
-                    "%s is slow or does not answer: %d calls wait, further ones are dropped; "
-                    "training goes on",
+                    "%s is slow or does not answer: %d calls are queued, further calls are "
+                    "dropped; training goes on",
                     *(self._thread.name, self._calls.maxsize),
                 )
             self._has_dropped = True
@@ -85,12 +85,12 @@ class BackgroundLogger:
         self._num_arrived += 1
 
     def _run(self) -> None:
-        """Make the calls in their order; end after ``close`` or the first error."""
+        """Execute queued calls in order; end after ``close`` or the first error."""
         call = None
         try:
             while call != self._logger.close:
                 call = self._calls.get()
                 call()
-        except Exception as error:  # noqa: BLE001 - whatever a service or its client does
+        except Exception as error:  # noqa: BLE001 - a client may raise any error
             self._has_failed = True
             warn_of_failure(self._logger, error)

@@ -1,4 +1,4 @@
-"""Numbers for MLflow, by its own variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+"""Logs to MLflow, configured by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
 import os
 import time
@@ -10,12 +10,12 @@ _TAG = "mcore.run_id"
 
 
 class MlflowLogger:
-    """Logs to one MLflow run, which later attempts find by its tag."""
+    """Logs to one MLflow run, which later attempts find by a tag with the run's id."""
 
     takes_back = False
 
     def __init__(self) -> None:
-        """Check that MLflow is there.
+        """Import the MLflow client.
 
         Raises:
             ModuleNotFoundError: if the package is not installed.
@@ -26,7 +26,7 @@ class MlflowLogger:
         self._make_client, self._metric = MlflowClient, Metric
 
     def begin(self, attempt: Attempt) -> None:
-        """Open the run, or open it again."""
+        """Open the run; a later attempt opens the same run again."""
         self._client = self._make_client()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mcore")
         experiment = self._client.get_experiment_by_name(name)
@@ -39,11 +39,11 @@ class MlflowLogger:
         self._client.update_run(self._id, status="RUNNING")
 
     def describe(self, header: Header) -> None:
-        """Take the description of the run."""
+        """Store the description of the run."""
         self._client.set_tag(self._id, "mlflow.note.content", "\n".join(header.lines))
 
     def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Take numbers of a step."""
+        """Send numbers of a step."""
         now_ms = int(1e3 * time.time())
         rows = [
             self._metric(f"{kind}/{name}", value, now_ms, iteration)
@@ -52,5 +52,5 @@ class MlflowLogger:
         self._client.log_batch(self._id, metrics=rows)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all queued numbers and close the run."""
         self._client.set_terminated(self._id)

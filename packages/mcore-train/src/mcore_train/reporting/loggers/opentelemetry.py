@@ -1,6 +1,6 @@
-"""Numbers for a collector of OpenTelemetry, by OTLP over HTTP.
+"""Logs to a collector of OpenTelemetry, by OTLP over HTTP.
 
-The standard variables say where to: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_METRIC_EXPORT_INTERVAL.
+The standard variables configure it: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_METRIC_EXPORT_INTERVAL.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from mcore_train.reporting.loggers.protocol import Attempt, Header
 
 
 class OpenTelemetryLogger:
-    """Sets a gauge for each number; the step is a gauge too, never an attribute."""
+    """Sets a gauge for each number and for the step, which is never an attribute."""
 
     takes_back = True
 
     def __init__(self) -> None:
-        """Check that SDK and exporter are there.
+        """Import SDK and exporter.
 
         Raises:
             ModuleNotFoundError: if a package is not installed.
@@ -34,15 +34,15 @@ class OpenTelemetryLogger:
         self._gauges: dict[str, Any] = {}
 
     def begin(self, attempt: Attempt) -> None:
-        """Open the run, or open it again."""
+        """Open the run; a later attempt opens the same run again."""
         self._provider = self._open(attempt.run_id)
         self._meter = self._provider.get_meter("mcore_train")
 
     def describe(self, header: Header) -> None:
-        """Take the description of the run."""
+        """Store the description of the run."""
 
     def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Take numbers of a step."""
+        """Send numbers of a step."""
         for name, value in {"iteration": iteration, **numbers}.items():
             metric = f"mcore.{kind}.{name}".replace("/", ".").replace(" ", "_")
             if metric not in self._gauges:
@@ -50,5 +50,5 @@ class OpenTelemetryLogger:
             self._gauges[metric].set(value)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all queued numbers and close the run."""
         self._provider.shutdown()

@@ -1,7 +1,7 @@
-"""Numbers for Prometheus as ``metrics.prom`` in the run folder.
+"""Writes numbers for Prometheus to ``metrics.prom`` in the run folder.
 
 The node exporter's textfile collector reads such files, so that a job behind a firewall needs
-no port. ``--health-port`` answers Prometheus directly, without a package.
+no port. With ``--health-port`` Prometheus can scrape the job directly, without a package.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ FILE = "metrics.prom"
 
 
 class PrometheusLogger:
-    """Writes the newest number of each kind, as gauges of one run."""
+    """Writes the newest value of each number to a file, as gauges labelled with the run."""
 
     takes_back = True
 
     def __init__(self, folder: Path) -> None:
-        """Check that the client is there.
+        """Import the Prometheus client.
 
         Raises:
             ModuleNotFoundError: if the package is not installed.
@@ -31,18 +31,18 @@ class PrometheusLogger:
         self._gauges: dict[str, Any] = {}
 
     def begin(self, attempt: Attempt) -> None:
-        """Open the run, or open it again."""
+        """Open the run; a later attempt opens the same run again."""
         self._run = attempt.run_id
         self._file.parent.mkdir(parents=True, exist_ok=True)
 
     def describe(self, header: Header) -> None:
-        """Take the description of the run."""
+        """Store the description of the run."""
 
     def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Take numbers of a step."""
+        """Send numbers of a step."""
         for name, value in {"iteration": iteration, **numbers}.items():
-            letters = (c if c.isalnum() else "_" for c in f"mcore_{kind}_{name}")
-            metric = "".join(letters)
+            characters = (c if c.isalnum() else "_" for c in f"mcore_{kind}_{name}")
+            metric = "".join(characters)
             if metric not in self._gauges:
                 self._gauges[metric] = self._gauge(
                     metric, name, ["run"], registry=self._registry
@@ -51,4 +51,4 @@ class PrometheusLogger:
         self._write(str(self._file), self._registry)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all queued numbers and close the run."""

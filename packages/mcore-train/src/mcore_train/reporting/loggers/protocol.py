@@ -1,6 +1,6 @@
-"""``Logger``: what takes the numbers of a run; a program may hand in its own.
+"""The protocol of loggers, which receive the numbers of a run; programs may pass their own.
 
-Only the rank that reports has loggers. What a logger raises is logged, and training goes on. A
+Only the rank that reports has loggers. An error of a logger is logged, and training goes on. A
 logger that may block is wrapped in ``background.BackgroundLogger``.
 """
 
@@ -12,43 +12,43 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What identifies a run, and this attempt at it."""
+    """Identity of a run and of this attempt to execute it."""
 
     run_id: str
-    """Equal over all attempts that write to one ``metrics.jsonl``."""
+    """Identity of the run, equal in all attempts that write to one ``metrics.jsonl``."""
     number: int
     """1 for the first attempt."""
     continues_from: int
-    """Steps done before."""
+    """Number of steps done before this attempt."""
     reported: int = 0
-    """Last step that earlier attempts have reported, whether or not this one repeats it."""
+    """Last step that earlier attempts have reported, even if this attempt repeats the step."""
     folder: Path | None = None
-    """The run folder; None where the run has none on a file system."""
+    """The run folder; None if it is not on a file system."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Description of a run: lines of text, and the same as a row of ``metrics.jsonl``."""
+    """Description of a run, as lines of text and as a row of ``metrics.jsonl``."""
 
     lines: tuple[str, ...]
     row: Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Takes numbers and texts of one run, in the order in which they come."""
+    """Receives numbers and texts of one run, in the order of the run."""
 
     takes_back: bool
-    """Whether the logger itself hides what earlier attempts sent of steps after
-    ``continues_from``. Otherwise it is not given points of steps up to ``reported`` again."""
+    """Whether the logger hides points that earlier attempts sent for steps after
+    ``continues_from``. Otherwise it does not get points of steps up to ``reported`` again."""
 
     def begin(self, attempt: Attempt) -> None:
-        """Open the run, or open it again."""
+        """Open the run; a later attempt opens the same run again."""
 
     def describe(self, header: Header) -> None:
-        """Take the description of the run."""
+        """Store the description of the run."""
 
     def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
-        """Take numbers of a step; ``kind`` is that of ``metrics.jsonl``, such as train."""
+        """Send numbers of a step; ``kind`` is that of ``metrics.jsonl``, such as train."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all queued numbers and close the run."""
