@@ -112,7 +112,7 @@ class ExpertsAdapter(nn.Module):
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the matrices expert by expert, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the matrices expert by expert."""
         D, width = self.sizes
         begin, e_tp = self.expert_tp.rank * self.width, self.expert_tp
         found: dict[str, list[Part]] = {"fc1_A": [], "fc1_B": [], "fc2_A": [], "fc2_B": []}

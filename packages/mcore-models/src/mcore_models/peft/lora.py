@@ -115,7 +115,7 @@ class LinearAdapter(nn.Module, ABC):
 
     @abstractmethod
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the matrices and magnitudes, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the matrices and magnitudes."""
 
     def forward(
         self,
