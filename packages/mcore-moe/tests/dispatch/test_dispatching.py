@@ -310,7 +310,7 @@ def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():
     with pytest.raises(ValueError, match="--expert-tensor-parallel-size 1, not 2"):
         build_dispatcher(config, two, two)
     symmetric = replace(config, moe_token_dispatcher_type="symmetric")
-    with pytest.raises(ValueError, match="symmetric sends whole experts' tokens"):
+    with pytest.raises(ValueError, match="symmetric requires complete experts"):
         build_dispatcher(symmetric, two, two)
     with pytest.raises(ValueError, match="--moe-dispatch-dtype fp8 has no effect"):
         replace(symmetric, moe_dispatch_dtype="fp8")
