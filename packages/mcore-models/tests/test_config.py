@@ -89,7 +89,10 @@ def test_switches_choose_the_activation(changes, wanted):
             "--use-rope-scaling has no effect without --position-embedding-type rope",
         ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be above 0 and at most 1"),
-        ({"rotary_percent": 0.02}, "rotates 1 of the 64 channels of a head: use a share that rotates 2"),
+        (
+            {"rotary_percent": 0.02},
+            "rotates 1 of the 64 channels of a head: use a share that rotates 2",
+        ),
         (
             {"rotary_seq_len_interpolation_factor": 0.0},
             "interpolation-factor 0.0 must be above",

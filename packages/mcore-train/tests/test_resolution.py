@@ -277,7 +277,10 @@ def test_what_two_checks_find_is_told_once():
     ("changes", "said"),
     [
         ({"bf16": False}, "--bf16 or --fp16"),
-        ({"fp8_format": "hybrid", "fp8_recipe": "rowwise"}, "does not support --fp8-recipe rowwise"),
+        (
+            {"fp8_format": "hybrid", "fp8_recipe": "rowwise"},
+            "does not support --fp8-recipe rowwise",
+        ),
         ({"cuda_graph_impl": "full_iteration"}, "with --cuda-graph-impl"),
         ({"peft": "lora"}, "with --peft"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable: name an"),
