@@ -3,22 +3,25 @@
     python benchmarks/bench_decode.py --name decode-llama-3-8b-h200 --geometry llama-3-8b
 
 One line a case: tokens per second over all requests while all of them write (prompts are
-read before; no log probabilities), and the roofline of one stream: bytes of weights over the
-memory's bandwidth.
+read before; no log probabilities), the roofline of one stream: bytes of weights over the
+memory's bandwidth, and the time from a prompt to its first token.
 ``--offline N`` times N requests from their prompts to their last token; those that the cache
-does not hold together wait. ``--method`` rounds the
+does not hold together wait. ``qwen3-30b-a3b`` and other geometries of ``mcore-models list``
+are built by name. ``--method`` rounds the
 weights to the nearest first, ``--transformers N`` lets its ``generate`` write N tokens in the
 same run, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
 ``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
 """
 
 import argparse
+import random
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from reporting import add_options, keep, versions
+from reporting import add_options, keep, quantiles, versions
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
@@ -27,6 +30,8 @@ from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.presets import load_preset
+from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
 from mcore_parallel.mesh import ParallelContext
@@ -91,8 +96,9 @@ def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
                 theirs, options, batch
             )
             say("transformers", batch, row["cases"][f"transformers batch {batch}"], flush=True)
-    row["cases"]["prefill"] = measure_prefill(model, options.prefill_tokens, vocab)
-    say("prefill", row["cases"]["prefill"], flush=True)
+    if options.first_token:
+        row["cases"]["first token"] = measure_first_token(model, options, vocab)
+        say("first token", row["cases"]["first token"], flush=True)
     if ctx.device.type == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     if ctx.global_rank == 0:
@@ -101,19 +107,24 @@ def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
 
 def build(geometry: str, ctx: ParallelContext) -> GPT:
     """Build a model of random weights: bfloat16 on a GPU, float32 on a CPU."""
-    layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[geometry]
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        ffn_hidden_size=ffn,
-        max_position_embeddings=8192,
-        rotary_base=500000,
-        untie_embeddings_and_output_weights=True,
-    )
+    moe = MoEConfig()
+    if geometry in GEOMETRIES:
+        layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[geometry]
+        config = TransformerConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            ffn_hidden_size=ffn,
+            max_position_embeddings=8192,
+            rotary_base=500000,
+            untie_embeddings_and_output_weights=True,
+        )
+    else:
+        described = load_preset(geometry)
+        config, moe, vocab = described.config, described.moe, described.vocab_size
     dtype = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
-    model = GPT(config, ctx, vocab_size=vocab, device="meta", dtype=dtype)
+    model = GPT(config, ctx, vocab_size=vocab, moe=moe, device="meta", dtype=dtype)
     model.to_empty(device=ctx.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -267,23 +278,33 @@ def _add(
         engine.add(prompt, sampling, scores=ScoreRequest(log_probs=False))
 
 
-def measure_prefill(model: GPT, num_tokens: int, vocab: int) -> dict:
-    """Read one prompt without a cache; the median of five times, after two."""
-    tokens = torch.arange(num_tokens).remainder(vocab)[None].to(next(model.parameters()).device)
-    times = []
-    with torch.no_grad():
-        for _ in range(7):
-            _wait()
+def measure_first_token(model: GPT, options: argparse.Namespace, vocab: int) -> dict:
+    """Time one prompt from its arrival at the engine to its first token, after two others."""
+    num_tokens = options.first_token
+    config = EngineConfig(
+        max_requests=1,
+        max_tokens=max(8192, num_tokens),
+        max_sequence_tokens=num_tokens + 64,
+        prefix_cache=False,
+        fp8_cache=Fp8Cache() if options.kv_cache_dtype == "fp8" else None,
+    )
+    engine, draw, times = Engine(model, config), random.Random(0), []
+    for repeat in range(12):
+        prompt = [draw.randrange(vocab) for _ in range(num_tokens)]
+        _wait()
+        is_split = options.split and repeat == 11
+        activities = [torch.profiler.ProfilerActivity.CUDA] if is_split else []
+        profile = torch.profiler.profile(activities=activities) if is_split else nullcontext()
+        with profile:
             begin = time.perf_counter()
-            model(tokens)
-            _wait()
+            sampling = SamplingConfig(num_tokens=1, top_k=1)
+            engine.add(prompt, sampling, scores=ScoreRequest(log_probs=False))
+            for _ in engine.run():
+                pass
             times.append(time.perf_counter() - begin)
-    seconds = statistics.median(times[2:])
-    return {
-        "tokens": num_tokens,
-        "ms": round(1e3 * seconds, 2),
-        "tokens_per_s": round(num_tokens / seconds, 1),
-    }
+    times = sorted(1e3 * seconds for seconds in times[2 : 11 if options.split else 12])
+    kernels = {"kernels": heaviest(device_kernels(profile), 1, 14)} if options.split else {}
+    return {"prompt_tokens": num_tokens, **quantiles(times), **kernels}
 
 
 def _wait() -> None:
@@ -295,12 +316,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.add_argument("--name", default="decode")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3-8b")
+    parser.add_argument("--geometry", default="llama-3-8b", help="of GEOMETRIES, or a preset")
     parser.add_argument("--method", choices=METHODS, default="")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--split", action="store_true", help="also by kernel")
-    parser.add_argument("--prefill-tokens", type=int, default=4096)
+    parser.add_argument("--first-token", type=int, default=4096, help="of this prompt; 0: none")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--transformers", type=int, default=0, help="tokens that it writes")

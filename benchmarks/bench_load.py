@@ -9,16 +9,14 @@ of medians and 99th percentiles a rate; ``tests/docs/load_picture.py`` draws the
 """
 
 import argparse
-import math
-import random
-import time
+from collections.abc import Sequence
 
+import poisson
 import torch
 from bench_decode import GEOMETRIES, build
 from reporting import add_options, keep, versions
 
 from mcore_infer import Engine, EngineConfig, NewToken, SamplingConfig, ScoreRequest
-from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext
 
 PAGE = 64
@@ -40,7 +38,7 @@ def main() -> None:
             prefix_cache=False,
         ),
     )
-    warm(engine, options)
+    warm(engine, model.vocab_size, options)
     row = {
         "name": options.name,
         **versions(options),
@@ -52,103 +50,43 @@ def main() -> None:
         "cases": {},
     }
     for rate in options.rates:
-        case = measure(engine, options, rate)
+        means = options.prompt_tokens, options.new_tokens
+        client = _Client(engine, model.vocab_size)
+        case = poisson.measure(client, rate, options.seconds, *means)
         row["cases"][f"{rate:g} requests/s"] = {"requests_per_s": rate, **case}
         print(rate, case, flush=True)
     keep(options, row)
 
 
-def warm(engine: Engine, options: argparse.Namespace) -> None:
+def warm(engine: Engine, vocab_size: int, options: argparse.Namespace) -> None:
     """Record every graph before anything is timed."""
-    short = argparse.Namespace(prompt_tokens=2, new_tokens=4)
+    client = _Client(engine, vocab_size)
     for size in engine.decoder.sizes:
-        run(engine, short, [0.0] * size, seed=1)
+        poisson.run(client, [0.0] * size, 2, 4, seed=1)
     for size in engine.prompts.sizes:
         for _ in range(9):  # a graph is worth it from the ninth step on
             prompt = [1] * min(size, 2 * options.prompt_tokens)
             engine.add(prompt, SamplingConfig(num_tokens=1))
             for _ in engine.run():
                 pass
-    run(engine, options, [0.0] * 4, seed=1)
+    poisson.run(client, [0.0] * 4, options.prompt_tokens, options.new_tokens, seed=1)
 
 
-def measure(engine: Engine, options: argparse.Namespace, rate: float) -> dict[str, float]:
-    """Let requests arrive at a rate; those of the first fifth of the time warm up only."""
-    draw = random.Random(0)
-    arrivals, at = [], 0.0
-    while (at := at + draw.expovariate(rate)) < options.seconds:
-        arrivals.append(at)
-    first, between, tokens, seconds = run(engine, options, arrivals, seed=2)
-    begin = int(len(arrivals) / 5)
-    first = sorted(first[begin:])
-    between = sorted(gap for gaps in between[begin:] for gap in gaps)
-    return {
-        "requests": len(arrivals),
-        "tokens_per_s": round(tokens / seconds, 1),
-        **{f"first_ms_p{p}": round(1e3 * _quantile(first, p), 2) for p in (50, 99)},
-        **{f"between_ms_p{p}": round(1e3 * _quantile(between, p), 2) for p in (50, 99)},
-    }
+class _Client:
+    """An engine as ``poisson.run`` calls it."""
 
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self.engine, self.vocab_size = engine, vocab_size
 
-def run(
-    engine: Engine, options: argparse.Namespace, arrivals: list[float], seed: int
-) -> tuple[list[float], list[list[float]], int, float]:
-    """Run requests that arrive at given seconds.
+    def add(self, prompt: Sequence[int], num_tokens: int, seed: int) -> int:
+        sampling, scores = SamplingConfig(num_tokens=num_tokens), ScoreRequest(log_probs=False)
+        return self.engine.add(prompt, sampling, seed=seed, scores=scores)
 
-    Returns:
-        Each request's time to its first token and between its tokens, tokens of all, and
-        the seconds until the last.
-    """
-    draw = random.Random(seed)
-    model = engine.model
-    assert isinstance(model, GPT)
-    first, between = [math.nan] * len(arrivals), [list[float]() for _ in arrivals]
-    last: dict[int, float] = {}
-    places: dict[int, int] = {}
-    tokens, waiting = 0, list(enumerate(arrivals))[::-1]
-    begin = time.perf_counter()
-    while waiting or engine.has_work:
-        now = time.perf_counter() - begin
-        while waiting and waiting[-1][1] <= now:
-            place, _ = waiting.pop()
-            prompt = [
-                draw.randrange(model.vocab_size)
-                for _ in range(_length(draw, options.prompt_tokens))
-            ]
-            number = engine.add(
-                prompt,
-                SamplingConfig(num_tokens=_length(draw, options.new_tokens)),
-                seed=place,
-                scores=ScoreRequest(log_probs=False),
-            )
-            places[number] = place
-        if not engine.has_work:
-            time.sleep(max(0.0, waiting[-1][1] - (time.perf_counter() - begin)))
-            continue
-        events = engine.step()
-        now = time.perf_counter() - begin
-        for event in events:
-            if not isinstance(event, NewToken):
-                continue
-            tokens += 1
-            place = places[event.row]
-            if event.row in last:
-                between[place].append(now - last[event.row])
-            else:
-                first[place] = now - arrivals[place]
-            last[event.row] = now
-    return first, between, tokens, time.perf_counter() - begin
+    def has_work(self) -> bool:
+        return self.engine.has_work
 
-
-def _length(draw: random.Random, mean: int) -> int:
-    """A length around a mean: half to one and a half of it, all as likely."""
-    return draw.randint(max(1, mean // 2), max(1, 3 * mean // 2))
-
-
-def _quantile(ordered: list[float], percent: int) -> float:
-    return (
-        ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else math.nan
-    )
+    def step(self) -> list[int]:
+        return [event.row for event in self.engine.step() if isinstance(event, NewToken)]
 
 
 def _options() -> argparse.Namespace:

@@ -8,7 +8,7 @@ Each case starts a small job, lets a fault happen in it, and reads the times off
   until the rank is named, and until all ranks have ended (``--end-on-hang``);
 - ``in_process``: a rank raises under ``--inprocess-restart``;
 - ``peers``: one of two ranks is killed while the device of the other one waits for it; until
-  both have ended. On a host with one GPU they share it, and gloo carries their messages.
+  both have ended. It needs two GPUs, or none.
 
 ``kill``, ``standby`` and ``in_process`` continue from a local checkpoint if
 nvidia-resiliency-ext is installed; without it the first two continue from ``--save``, and
@@ -62,15 +62,11 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import mcore_train.loop as loop
-from mcore_parallel import mesh
-from mcore_parallel.launch import launcher
 from mcore_train.cli import main
 
 KIND, STEP, NOTE = os.environ["FAULT"], int(os.environ["FAULT_STEP"]), Path(os.environ["NOTE"])
 VICTIM = int(os.environ["WORLD_SIZE"]) - 1
-GLOO = "cpu:gloo,cuda:gloo"
-one_step, initialize = loop.one_step, launcher.initialize
-begin = torch.distributed.init_process_group
+one_step = loop.one_step
 
 
 def occupy_device(seconds):
@@ -98,25 +94,8 @@ def faulty_step(run, *arguments):
     return one_step(run, *arguments)
 
 
-def initialize_on_one_gpu(*arguments):
-    """Give each rank the first GPU; NCCL refuses two ranks on one, so that gloo is taken."""
-    local_rank, os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
-    try:
-        return initialize(*arguments)
-    finally:
-        os.environ["LOCAL_RANK"] = local_rank
-
-
-def begin_with_gloo(_backend, **settings):
-    begin(GLOO, **{**settings, "device_id": None})
-
-
 if __name__ == "__main__":
     loop.one_step = faulty_step
-    if os.environ.get("SHARED_GPU"):
-        launcher.initialize = initialize_on_one_gpu
-        torch.distributed.init_process_group = begin_with_gloo
-        mesh._backend = lambda _name, _device: GLOO
     sys.exit(main(sys.argv[1:]))
 '''
 
@@ -289,13 +268,13 @@ def peers(case: Case) -> dict:
         if flag in words:
             words[words.index(flag) + 1] = value
     words += [f"--save={case.folder / 'run'}", *STEPS]
-    shared = {"SHARED_GPU": "1"} if torch.cuda.device_count() == 1 else {}
-    with faulty_job("kill", PEERS_STEP, case, words, nproc=2, **shared) as job:
+    if torch.cuda.device_count() == 1:
+        raise RuntimeError("two ranks need two GPUs: NCCL refuses to share one")
+    with faulty_job("kill", PEERS_STEP, case, words, nproc=2) as job:
         job.wait_for_end()
         ended_s = time.time() - job.fault_s()
     return {
         "kill_to_end_of_ranks_s": round(ended_s, 2),
-        "shares_one_gpu": bool(shared),
         "lines": job.lines_from(job.fault_s(), job.fault_s() + ended_s),
     }
 

@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 CROWDED = "moe-layer-on-few-h200-x2.json"
+OPTIMIZERS = "optimizers-curves-h200.json"
 SHORT_QUALITY, LONG_QUALITY = "fp8-quality-h200.json", "fp8-quality-200m-tokens*.json"
 _EXCHANGES = {
     "alltoall": "all-to-all",
@@ -117,19 +118,31 @@ def fp8_curves(files: str, x_step: float) -> str:
     for path in sorted(RESULTS.glob(files)):
         result = json.loads(path.read_text())
         for run in result["runs"]:
-            points = run["curve"][1:]  # the first stands alone, each other for five steps
-            means = [
-                (
-                    points[i + 9][0] * result["tokens_per_step"] / 1e6,
-                    sum(loss for _, loss in points[i : i + 10]) / 10,
-                )
-                for i in range(0, len(points) - 9, 10)
-            ]
             if run["case"] != "bf16-b":
                 name = "bf16" if run["case"] == "bf16" else f"fp8, {run['case']}"
-                curves[f"seed {run['seed']}, {name}"] = means
+                curves[f"seed {run['seed']}, {name}"] = _means(run, result, 10)
     y_name = "training loss, nats per token, means of 50 steps"
     return line_chart(curves, "millions of tokens", y_name, x_step)
+
+
+def optimizer_curves() -> str:
+    """Draw the losses of the same run under several optimizers, means of 100 steps."""
+    result = json.loads((RESULTS / OPTIMIZERS).read_text())
+    curves = {run["case"]: _means(run, result, 20) for run in result["runs"]}
+    y_name = "training loss, nats per token, means of 100 steps"
+    return line_chart(curves, "millions of tokens", y_name, 50)
+
+
+def _means(run: Mapping, result: Mapping, count: int) -> Curve:
+    """Average ``count`` points of a run at a time; the first point is left out."""
+    points = run["curve"][1:]  # the first is one step, each other five
+    return [
+        (
+            points[i + count - 1][0] * result["tokens_per_step"] / 1e6,
+            sum(loss for _, loss in points[i : i + count]) / count,
+        )
+        for i in range(0, len(points) - count + 1, count)
+    ]
 
 
 PICTURES = {
@@ -138,6 +151,7 @@ PICTURES = {
     "fp8_quality.svg": partial(fp8_curves, SHORT_QUALITY, 2),
     "fp8_quality_200m_tokens.svg": partial(fp8_curves, LONG_QUALITY, 50),
     "expert_crowding.svg": crowded_curves,
+    "optimizers.svg": optimizer_curves,
 }
 """What draws each file of docs."""
 

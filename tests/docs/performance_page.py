@@ -8,17 +8,20 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from docs import performance_peers
 from house.sources import ROOT
 
 PAGE = ROOT / "docs/performance.md"
 PICTURE = ROOT / "docs/performance.svg"
 PARTS_PICTURE = ROOT / "docs/performance_parts.svg"
 SCALING_PICTURE = ROOT / "docs/performance_scaling.svg"
+PEERS_PICTURE = ROOT / "docs/performance_peers.svg"
 RESULTS = ROOT / "benchmarks/results"
 PEAK_TFLOPS = 989.0
 """Dense bf16 peak of an H100 or H200 SXM, from NVIDIA's data sheets."""
@@ -167,19 +170,6 @@ def _link(text: str, name: str) -> str:
     return f"[{text}](../benchmarks/results/{name}.json)"
 
 
-def peer_rows() -> Iterator[Sequence[object]]:
-    """Yield Llama-3-8B here and by megatron-core, on one host minutes apart."""
-    files = {
-        "mcore": "llama-3-8b-h200-x4-dp-beside-peer",
-        "megatron-core 0.19.2, Transformer Engine": "megatron-core-llama-3-8b-h200-x4-dp",
-    }
-    for program, name in files.items():
-        row = read(name)
-        step = f"{row['step_ms']:,.0f} ({row['step_ms_p10']:,.0f} to {row['step_ms_p90']:,.0f})"
-        rate = f"{row['tokens_per_s_per_gpu']:,.0f}"
-        yield _link(program, name), step, rate, f"{row['peak_gib']:.0f}"
-
-
 def schedule_rows() -> Iterator[Sequence[object]]:
     """Yield each schedule of Llama-3-8B in four stages, measured and predicted."""
     for name in ("llama-3-8b-pp4-schedules-h200-x4", "llama-3-8b-pp-schedules-h200-x4"):
@@ -257,12 +247,16 @@ def shown_scaling_rows() -> Iterator[Sequence[object]]:
 
 SECTIONS = (
     (
-        "Beside megatron-core",
-        """\
-Llama-3-8B in bf16 on four H200s of one host, data parallel, 16 sequences of 8 192 tokens a
-step; the two programs ran minutes apart.""",
-        "program | step, ms (p10 to p90) | tokens/s of a GPU | peak GiB",
-        peer_rows,
+        "Beside other programs",
+        performance_peers.INTRODUCTION,
+        performance_peers.HEAD,
+        partial(performance_peers.rows, read),
+    ),
+    (
+        "Goals missed",
+        "Where the time goes, by a profiled step, and what was tried.",
+        performance_peers.MISSES_HEAD,
+        partial(performance_peers.miss_rows, read),
     ),
     (
         "Scaling on one host",
@@ -425,7 +419,12 @@ def _head(width: int, height: int) -> str:
     )
 
 
-PICTURES = {PICTURE: draw, PARTS_PICTURE: draw_parts, SCALING_PICTURE: draw_scaling}
+PICTURES = {
+    PICTURE: draw,
+    PARTS_PICTURE: draw_parts,
+    SCALING_PICTURE: draw_scaling,
+    PEERS_PICTURE: partial(performance_peers.draw, read, _head),
+}
 
 
 if __name__ == "__main__":

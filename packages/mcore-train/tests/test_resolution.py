@@ -97,7 +97,7 @@ BESIDE = {
         (1, {"lr": float("inf")}, "--lr inf is not finite"),
         (1, {"clip_grad": float("nan")}, "--clip-grad nan is not finite"),
         (1, {"train_iters": 0}, "--train-iters or --train-samples"),
-        (1, {"mock_data": False}, "Give --data-path"),
+        (1, {"mock_data": False}, "give --data-path"),
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
         (1, {"reset_attention_mask": True, "attention_backend": "flash4"},
          "flash4 exclude each other, which takes no packed documents: use auto"),

@@ -116,8 +116,9 @@ def test_the_kernels_of_decoding_compile():
         found = compiled(skinny_gemm._few_rows, own, {**options, "IS_EVEN": not code})
         assert found.metadata.shared <= tiles.SHARED_BYTES
     types = {"x": "*bf16", "known": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "D": "i32"}
-    options = {"LIMIT": 448.0, "IS_KNOWN": False, "IS_FLOAT": True, "LANES": 64}
-    assert compiled(_round_row, types, options)
+    options = {"LIMIT": 448.0, "IS_KNOWN": False, "IS_FLOAT": True}
+    for kind, lanes in ((-1, 64), (0, 16384)):  # rows as they are, and gates of one layer
+        assert compiled(_round_row, types, {**options, "KIND": kind, "LANES": lanes})
     for code, itemsize in product(("", "e4m3", "int8", "int4", "e2m1"), (2, 4)):
         for num_rows in range(1, tiles.MOST_ROWS + 1):
             for tile in tiles.tiles_for(num_rows, code, (4096, 4096), itemsize):

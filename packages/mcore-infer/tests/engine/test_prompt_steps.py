@@ -117,6 +117,27 @@ def test_the_log_says_why_nothing_is_recorded(folder, reason, request, tape_reco
     assert f"steps that hold prompts are not recorded: {reason}" in caplog.text
 
 
+def test_the_last_mlp_computes_only_the_tokens_whose_logits_are_read(model):
+    """A prompt in three chunks, then one token of each text; scored prompts need all."""
+    engine, num_rows = Engine(model, LIMITS), []
+    mlp = list(model.blocks.values())[-1].mlp
+    handle = mlp.register_forward_hook(lambda _, args, __: num_rows.append(len(args[0])))
+    sampling = SamplingConfig(num_tokens=3, top_k=1)
+    try:
+        number = engine.add(PROMPTS[2], sampling)
+        done = dict(event for event in engine.run() if isinstance(event, tuple))
+        assert num_rows == [1] * 5  # chunks of 7, 7 and 5 tokens, then two tokens
+        engine.add(PROMPTS[2], sampling, scores=ScoreRequest(prompt=True))
+        list(engine.run())
+        assert num_rows[5:] == [7, 7, 5, 1, 1]
+    finally:
+        handle.remove()
+    with torch.no_grad():
+        text = [*PROMPTS[2], *done[number].ids]
+        logits = model.logits(model(torch.tensor([text]))[0])[:, 0, : model.vocab_size]
+    assert logits[len(PROMPTS[2]) - 1 : -1].argmax(-1).tolist() == list(done[number].ids)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_drafts", "changes"), [(0, {}), (3, {}), (0, {"window_size": (20, 0)})]

@@ -7,10 +7,12 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
 from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
 from mcore_infer.engine.limits import Fp8Cache
+from mcore_infer.quantization.gated_mlp import RoundedGatedMLP
 from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_moe.kernels.gate import gated
 from mcore_parallel.mesh import ParallelContext
 
 pytestmark = pytest.mark.gpu
@@ -89,6 +91,26 @@ def test_recorded_steps_of_a_packed_model_are_as_near_to_float32_as_unrecorded_o
     assert 0.001 < usual.mean() < 0.03 or algo == "FP8"  # whose cache rounds keys and values
     assert error.mean() < 1.2 * usual.mean()
     assert error.max() < 1.5 * usual.max()
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL"])
+def test_gates_are_rounded_to_the_codes_of_the_activation(algo):
+    """In one kernel, for numbers of rows that tensor cores take or that are padded."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=256, num_attention_heads=4, ffn_hidden_size=1104,
+        max_position_embeddings=256, init_method_std=0.1,
+    )  # fmt: skip
+    single = ParallelContext.single("cuda")
+    model = GPT(config, single, vocab_size=500, dtype=torch.bfloat16).eval()
+    round_to_nearest_(model, LAYOUTS[algo])
+    mlp = model.blocks["0"].mlp
+    assert isinstance(mlp, RoundedGatedMLP)
+    for num_rows in (1, 65, 300):
+        x = torch.randn(num_rows, 1, 256, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            hidden = mlp.fc1(x)
+            assert mlp.fc2.gemm.takes_gated(hidden, mlp.network.activation) == (num_rows > 1)
+            assert torch.equal(mlp(x), mlp.fc2(gated(hidden, mlp.network.activation)))
 
 
 def scores_of_steps(engine, tokens=None, *, is_recorded=True):

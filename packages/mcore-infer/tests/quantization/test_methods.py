@@ -8,6 +8,8 @@ import torch
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, find_layout
 from mcore_ckpt.mapping.rules import Link
 from mcore_infer.quantization.budget import allocate
+from mcore_infer.quantization.gated_mlp import RoundedGatedMLP
+from mcore_infer.quantization.loading import round_to_nearest_
 from mcore_infer.quantization.matrices import FusedMatrix, Member, select
 from mcore_infer.quantization.methods import (
     compensate_and_round,
@@ -22,6 +24,7 @@ from mcore_infer.quantization.methods import (
 from mcore_infer.quantization.observing import InputStatistics
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.layers.mlp import MLP
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
@@ -206,3 +209,22 @@ def test_a_budget_goes_where_it_takes_off_most_error():
     assert allocate(errors, [400, 100, 10], bits, 5.0) == [0, 1, 1]  # the first is too large
     with pytest.raises(ValueError, match=r"--budget 4 is below 4\.19"):
         allocate(errors, [100, 100, 10], bits, 4.0)
+
+
+def test_only_plain_gated_mlps_of_codes_round_their_gates_and_keep_their_names():
+    for changes, is_rounded in (
+        ({}, True),
+        ({"swiglu": False}, False),
+        ({"add_bias_linear": True}, False),
+        ({"activation_func_clamp_value": 7.0}, False),
+    ):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, **changes
+        )
+        model = GPT(config, ParallelContext.single(), vocab_size=64).eval()
+        names, x = list(model.state_dict()), torch.randn(40, 1, 32)
+        round_to_nearest_(model, LAYOUTS["FP8_PER_CHANNEL_PER_TOKEN"])
+        mlp = model.blocks["0"].mlp
+        assert isinstance(mlp, RoundedGatedMLP) == is_rounded
+        assert list(model.state_dict()) == names
+        assert torch.equal(mlp(x), MLP.forward(mlp, x))

@@ -21,7 +21,8 @@ from mcore_infer.engine.kernels.paged_attention import paged_decode
 from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
 from mcore_infer.engine.plain_attention import reference_decode
-from mcore_infer.quantization.kernels import widened
+from mcore_infer.quantization.gemms import InputRounding
+from mcore_infer.quantization.kernels import rounded_rows, widened
 from mcore_models.kernels import conv, delta, gated_fp8, gated_norm, norm, qk_norm_rope, rope
 from mcore_models.kernels import ssd as state_space
 from mcore_models.layers.norm import LayerNorm, RMSNorm
@@ -343,6 +344,17 @@ def check_quantized_weights():
         }
         got = few_rows_linear(x, packed, layout.wide_scales(scales), **codes)
         compare([got], [x @ want.t()], atol=1e-3)
+    x = 2 * torch.randn(5, 144).bfloat16()
+    for code, activation in (("e4m3", ""), ("e4m3", "silu"), ("int8", "gelu_tanh")):
+        for known in (None, torch.tensor(0.02)):
+            codes, of_rows = rounded_rows(x, code, known, activation=activation, multiple=4)
+            assert len(codes) == len(of_rows) == 8
+            want = InputRounding(code, known).rounded(
+                gate.gated.launch(x, activation) if activation else x
+            )
+            compare(
+                [(codes[:5].float() * of_rows[:5, None]).bfloat16()], [want], rtol=0, atol=0
+            )
     x, weight = torch.randn(2, 3, 72), torch.randn(40, 72)
     compare([few_rows_linear(x, weight)], [x @ weight.t()], atol=1e-4)
 

@@ -442,6 +442,10 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.follow(step, hidden)
             return logits
+        rows = rows_to_choose_after(step)
+        scores = [self._sequences[chunk.request].request.scores for chunk in step.chunks]
+        if self.drafter is None and not any(score.prompt for score in scores):
+            return last_stage_logits(self.model, self.prompts.run(step, rows))
         hidden = self.prompts.run(step)
         if self.drafter is not None:
             self.drafter.follow(step, hidden)
@@ -450,8 +454,7 @@ class Engine:
             sequence = self._sequences[chunk.request]
             if sequence.request.scores.prompt:
                 score_prompt(self.model, sequence, chunk.begin, part)
-        last = on_device(rows_to_choose_after(step), self.device)
-        return last_stage_logits(self.model, hidden[last])
+        return last_stage_logits(self.model, hidden[on_device(rows, self.device)])
 
     def _finished_tokens(self, flight: "_StepInFlight") -> list[NewToken]:
         """Wait for a step; return the tokens of its live requests, with accepted proposals."""

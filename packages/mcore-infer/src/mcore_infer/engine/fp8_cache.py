@@ -57,15 +57,16 @@ def chosen_cache(
 def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
     """Return numbers over ``scale`` as bytes of e4m3, clamped to its range."""
     limit = LARGEST["e4m3"]
-    scaled = (x.float() / scale).clamp(-limit, limit)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    scaled = x if scale == 1.0 else x.float() / scale  # fewer passes over x
+    return scaled.clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_codes(
     codes: UInt8[Tensor, "..."], scale: float, dtype: torch.dtype
 ) -> Float[Tensor, "..."]:
     """Return the numbers of bytes of e4m3, times ``scale``."""
-    return (codes.view(torch.float8_e4m3fn).float() * scale).to(dtype)
+    numbers = codes.view(torch.float8_e4m3fn)
+    return numbers.to(dtype) if scale == 1.0 else (numbers.float() * scale).to(dtype)
 
 
 @contextmanager

@@ -15,13 +15,13 @@ run without a graph: they keep the device busy for longer than the host needs to
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from mcore_infer.engine.checks import has_recurrent_layers
 from mcore_infer.engine.few_rows_gemm import use_few_rows_gemm
@@ -29,7 +29,16 @@ from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.stages import last_stage_logits, run_stages
-from mcore_infer.engine.step_layout import DecodeTensors, StepTensors, step_tensors
+from mcore_infer.engine.step_layout import (
+    DecodeTensors,
+    StepTensors,
+    on_device,
+    step_tensors,
+)
+from mcore_models.gpt import GPT
+from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.residual import Residual
 from mcore_models.protocol import LanguageModel
 
 if TYPE_CHECKING:
@@ -186,6 +195,34 @@ def _hidden_and_logits(
     return hidden, last_stage_logits(model, hidden)
 
 
+@contextmanager
+def _computing_rows(
+    model: LanguageModel, cache: PagedCache, rows: Int[Tensor, " R"]
+) -> Iterator[bool]:
+    """Make forwards return the hidden states of some tokens, if the last layer allows it.
+
+    Yields whether it does: its MLP is dense, every token has the same weights, and this stage
+    has the logits.
+    """
+    if not isinstance(model, GPT) or cache.adapters is not None or model.sequence_parallel:
+        yield False
+        return
+    last, call = [*model.blocks.values()][-1], model.call_block
+    ends_with_mlp = isinstance(last, TransformerBlock) and last.ends_with_mlp
+    if not ends_with_mlp or not model.stage.has_loss:
+        yield False
+        return
+
+    def call_block(block: nn.Module, stream: Residual, inputs: BlockInputs) -> Residual:
+        return block(stream, inputs, rows) if block is last else call(block, stream, inputs)
+
+    model.call_block = call_block
+    try:
+        yield True
+    finally:
+        model.call_block = call
+
+
 def _by_kernel(whole: "WholeStep") -> tuple[Tensor, Tensor]:
     hidden = whole.hidden()
     return hidden, last_stage_logits(whole.model, hidden)
@@ -254,20 +291,34 @@ class PromptSteps:
         self._runs: dict[int, Callable[[], Tensor]] = {}
         self._num_steps = Counter[int]()  # by the smallest size that fits
 
-    def run(self, step: Step) -> Float[Tensor, "T 1 D"]:
+    def run(
+        self, step: Step, rows: Sequence[int] | None = None
+    ) -> Float[Tensor, "T 1 D"] | Float[Tensor, "R 1 D"]:
         """Return the hidden state after each token; the next call may overwrite it.
 
         Communicates as the model does.
+
+        Args:
+            step: at least one chunk belongs to a prompt.
+            rows: tokens of the step whose hidden states are read; None: all. A step without a
+                graph computes the last layer's MLP for these tokens only.
         """
         size = self._size(step)
         if size and size not in self._runs:
             self._record(size)
-        if size not in self._runs:
-            inputs = step_tensors(step, self.cache.page_tokens, self.device)
+        if size in self._runs:
+            self._inputs[size].fill(step, self.cache.page_tokens, self.cache.padding)
+            self.num_recorded += 1
+            hidden = self._runs[size]()[: step.num_tokens]
+            return hidden if rows is None else hidden[on_device(rows, self.device)]
+        inputs = step_tensors(step, self.cache.page_tokens, self.device)
+        if rows is None:
             return _hidden(self.model, self.cache, inputs)
-        self._inputs[size].fill(step, self.cache.page_tokens, self.cache.padding)
-        self.num_recorded += 1
-        return self._runs[size]()[: step.num_tokens]
+        # A GEMM of no rows is undefined for some kernels: keep one, and drop it again.
+        index = on_device(rows or [0], self.device)
+        with _computing_rows(self.model, self.cache, index) as is_cut:
+            hidden = _hidden(self.model, self.cache, inputs)
+        return (hidden if is_cut else hidden[index])[: len(rows)]
 
     def _size(self, step: Step) -> int:
         """Return the recorded size to run a step in; 0: it runs without a graph."""

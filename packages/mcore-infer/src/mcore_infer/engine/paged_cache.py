@@ -278,9 +278,16 @@ class _PagedLayer:
             is_single = here.stop - here.start == 1
             if (is_single and decode is not None) or (chunk.is_fresh and fresh is not None):
                 continue
-            seen = [self._seen(memory, chunk, window) for memory in (self.held.keys, values)]
-            seen = wide_pages(seen, self.scales, q.dtype)
-            mixed[here] = attend(q[here], *seen, sizes_repeat=False, **options)
+            if chunk.is_fresh and v is not None and self.scales is None:
+                seen = [k[here], v[here]]  # no earlier keys: read none from pages
+            else:
+                memories = (self.held.keys, values)
+                seen = [self._seen(memory, chunk, window) for memory in memories]
+                seen = wide_pages(seen, self.scales, q.dtype)
+            attended = attend(q[here], *seen, sizes_repeat=False, **options)
+            if len(step.chunks) == 1:
+                return attended
+            mixed[here] = attended
         return mixed
 
     def _in_fixed_order(

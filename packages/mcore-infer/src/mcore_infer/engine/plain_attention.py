@@ -110,7 +110,18 @@ def write_to_pages(
     """Write new keys and values to rows ``page * page_tokens + offset`` of the cache."""
     scales = kv_scales or (None,) * len(news)
     for memory, new, scale in zip(memories, news, scales, strict=True):
-        memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
+        rows, stored = memory.flatten(0, 1), new if scale is None else to_codes(new, scale)
+        if _is_in_words(rows) and _is_in_words(stored):
+            # The kernel of index_put moves an element a thread: as words of 16 bytes.
+            rows, stored = rows.view(torch.complex128), stored.view(torch.complex128)
+        rows[places] = stored
+
+
+def _is_in_words(x: Shaped[Tensor, "T G _"]) -> bool:
+    """Whether a tensor on a GPU consists of aligned words of 16 bytes."""
+    counts = x.storage_offset(), *x.stride()[:-1], x.shape[-1]
+    is_aligned = not any(count * x.element_size() % 16 for count in counts)
+    return x.is_cuda and is_aligned and x.stride(-1) == 1
 
 
 def wide_pages(

@@ -39,7 +39,7 @@ def run_stages(
     tokens: Int[Tensor, "B S"],
     positions: Int[Tensor, "*B S"] | None = None,
     state: ModelState | None = None,
-) -> Float[Tensor, "S B D"]:
+) -> Float[Tensor, "R B D"]:
     """Run this rank's stage on tokens; all ranks of ``pp`` call it together.
 
     Receives the hidden state of the previous stage and sends the result to the next stage.
@@ -51,7 +51,8 @@ def run_stages(
         state: cache of this stage's layers; the tokens are appended.
 
     Returns:
-        The hidden state after this stage's layers, for ``last_stage_logits``.
+        The hidden state after this stage's layers, for ``last_stage_logits``: of all S tokens,
+        unless the model's last block computes fewer.
     """
     x: Tensor = tokens
     pp, (num_rows, length) = model.pp, tokens.shape

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.engine.scheduler import Step
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16
@@ -17,13 +17,15 @@ _TABLE_STEP = 16
 
 
 def on_device(
-    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+    numbers: Sequence[float] | Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """Return a tensor of the numbers on a device; the host does not wait for the copy.
 
     A copy from memory that is not pinned would wait for all queued work of the device.
     """
-    tensor = torch.tensor(numbers, dtype=dtype)
+    tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -95,12 +97,13 @@ class StepTensors:
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
     """Copy a plan to the device as tensors; the host does not wait."""
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
-    positions = [p for chunk in step.chunks for p in _positions(chunk)]
+    positions = [
+        torch.arange(chunk.begin, chunk.begin + len(chunk.tokens)) for chunk in step.chunks
+    ]
     # Row of each token in the cache: pages of the request are in order of positions.
     places = [
-        chunk.pages[p // page_tokens] * page_tokens + p % page_tokens
-        for chunk in step.chunks
-        for p in _positions(chunk)
+        torch.tensor(chunk.pages)[p // page_tokens] * page_tokens + p % page_tokens
+        for chunk, p in zip(step.chunks, positions, strict=True)
     ]
     views, begin = [], 0
     pages = on_device([page for chunk in step.chunks for page in chunk.pages], device)
@@ -111,8 +114,8 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         begin = end
     return StepTensors(
         on_device(tokens, device)[None],
-        on_device(positions, device),
-        on_device(places, device),
+        on_device(torch.cat(positions), device),
+        on_device(torch.cat(places), device),
         tuple(views),
         _singles(step, views, device),
         _fresh(views, device),
@@ -374,7 +377,3 @@ def _rows_and_tables(
 
 def _has_adapters(step: Step) -> bool:
     return any(chunk.adapter >= 0 for chunk in step.chunks)
-
-
-def _positions(chunk: Chunk) -> range:
-    return range(chunk.begin, chunk.begin + len(chunk.tokens))

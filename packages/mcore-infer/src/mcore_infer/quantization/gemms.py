@@ -20,6 +20,7 @@ from torch import Tensor
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
 from mcore_infer.engine.kernels.skinny_gemm_tiles import NUM_COUNTERS, tiles_for
+from mcore_moe.kernels.gate import KINDS, gated
 from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
@@ -271,25 +272,65 @@ class QuantizedGemm(_Forward):
         key = (x.dtype, code, group, shape, self.rounding.code)
         return self.choices.fastest(key, candidates, x)(x)
 
+    def takes_gated(self, hidden: Float[Tensor, "S *B F2"], activation: str) -> bool:
+        """Whether ``gated_forward`` computes these gates and up-projections."""
+        num_rows = hidden.shape[:-1].numel()
+        return (
+            activation in KINDS
+            and self.rounding.pre_quant_scale is None
+            and not self.keeps_digits(num_rows)
+            and hidden.dtype == torch.bfloat16
+            and self._multiplies_codes(hidden)
+        )
+
+    def gated_forward(
+        self, hidden: Float[Tensor, "S *B F2"], activation: str
+    ) -> Float[Tensor, "S *B F"]:
+        """Return the product of activation(gate) * up, which is computed as it is rounded."""
+        y = self.by_codes(hidden.flatten(0, -2), self._code, activation)
+        return y.view(*hidden.shape[:-1], y.shape[-1])
+
     def _many(self, x: Tensor) -> Tensor:
+        if self._multiplies_codes(x):
+            return self.by_codes(x, self._code)
+        return F.linear(self.rounding.rounded(x), self.wide(x.dtype))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs of many rows are rounded."""
+        return bool(self.rounding.code)
+
+    @property
+    def _code(self) -> Code:
+        assert self.rounding.code
+        return self.rounding.code
+
+    def _multiplies_codes(self, x: Tensor) -> bool:
+        """Whether rows of x's dtype and device are rounded and multiplied on tensor cores."""
         code, (tall, wide) = self.rounding.code, self.group
         fits = not (self.packed.shape[0] % _MULTIPLE or self.packed.shape[1] % _MULTIPLE)
         has_scales = not wide and tall <= 1  # scales that can be applied after the sum
-        if code and fits and has_scales and x.is_cuda and x.dtype != torch.float64:
-            kind = (x.dtype, code, tall, self.rounding.input_scale is not None)
-            if works(CODES_GEMM, x.device, *kind):
-                return self.by_codes(x, code)
-        return F.linear(self.rounding.rounded(x), self.wide(x.dtype))
+        if not (code and fits and has_scales and x.is_cuda) or x.dtype == torch.float64:
+            return False
+        kind = (x.dtype, code, tall, self.rounding.input_scale is not None)
+        return works(CODES_GEMM, x.device, *kind)
 
-    def by_codes(self, x: Float[Tensor, "T D"], code: Code) -> Float[Tensor, "T F"]:
-        """Multiply codes with codes on tensor cores; scales of both are applied to the sums."""
+    def by_codes(
+        self, x: Float[Tensor, "T _"], code: Code, activation: str = ""
+    ) -> Float[Tensor, "T F"]:
+        """Multiply codes with codes on tensor cores; scales of both are applied to the sums.
+
+        Args:
+            x: inputs; with an activation gates, then up-projections.
+            code: of the inputs.
+            activation: see ``rounded_rows``.
+        """
         from mcore_infer.quantization.kernels import rounded_rows
 
+        known = self.rounding.input_scale
         # torch's int8 GEMM takes more than 16 rows.
-        least = 0 if code == "e4m3" else 32
-        missing = max(least - x.shape[0], -x.shape[0] % _MULTIPLE)
-        padded = F.pad(x, (0, 0, 0, missing)) if missing else x  # F.pad by 0 would copy
-        codes, scale = rounded_rows(padded, code, self.rounding.input_scale)
+        multiple = 32 if code == "int8" and x.shape[0] < 32 else _MULTIPLE
+        codes, scale = rounded_rows(x, code, known, activation=activation, multiple=multiple)
         columns = self._column_scales
         if code == "int8":
             total = torch._int_mm(codes, self.packed.t())[: x.shape[0]]
@@ -330,6 +371,9 @@ def _try_kernels(
         for known in (None, torch.tensor(0.01, device=device)):
             codes, row_scales = rounded_rows(x, code, known)
             yield codes.float() * row_scales[:, None], InputRounding(code, known).rounded(x)
+        codes, row_scales = rounded_rows(x, code, None, activation="silu", multiple=16)
+        decoded = (codes.float() * row_scales[:, None])[:33]
+        yield decoded, InputRounding(code).rounded(gated(x, "silu"))
 
 
 def _try_codes(

@@ -1,7 +1,8 @@
 """Triton kernels that decode quantized weights and round inputs.
 
 ``widened`` decodes a weight for GEMMs of many rows. ``rounded_rows`` rounds inputs to
-codes for fp8 and int8 tensor cores, by each row's largest magnitude or by a calibrated scale.
+codes for fp8 and int8 tensor cores, by each row's largest magnitude or by a calibrated scale,
+and computes a gated activation before.
 Imported only if tensors are on a GPU.
 """
 
@@ -22,6 +23,7 @@ from mcore_infer.engine.kernels.dequantization import (
     wide_int8,
 )
 from mcore_infer.engine.kernels.skinny_gemm import _scale
+from mcore_moe.kernels.gate import KINDS, activate
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -79,56 +81,66 @@ def _round_row(
     LIMIT: tl.constexpr,
     IS_KNOWN: tl.constexpr,
     IS_FLOAT: tl.constexpr,
+    KIND: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # One program: one row, read twice: for its largest magnitude, then (from the cache) to
-    # round.
+    # One program: one row, read once, kept in registers between its maximum and its rounding.
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
+    inside = lane < D
+    if KIND < 0:
+        wide = tl.load(x + row * D + lane, mask=inside, other=0.0).to(tl.float32)
+    else:  # a row of gates, then as many up-projections; their product is rounded to 16 bits
+        gate = tl.load(x + row * 2 * D + lane, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * D + D + lane, mask=inside, other=0.0).to(tl.float32)
+        active, _ = activate(gate, KIND)
+        wide = (active * up).to(x.dtype.element_ty).to(tl.float32)
     if IS_KNOWN:
         scale = tl.load(known)
     else:
-        top = tl.zeros([LANES], tl.float32)
-        for start in range(0, D, LANES):
-            part = tl.load(x + row * D + start + lane, mask=start + lane < D, other=0.0)
-            top = tl.maximum(top, tl.abs(part.to(tl.float32)))
-        scale = tl.div_rn(tl.maximum(tl.max(top, 0), 7.888609052210118e-31), LIMIT)  # 2 ** -100
-    for start in range(0, D, LANES):
-        inside = start + lane < D
-        part = tl.load(x + row * D + start + lane, mask=inside, other=0.0).to(tl.float32)
-        code = tl.minimum(tl.maximum(tl.div_rn(part, scale), -LIMIT), LIMIT)
-        if IS_FLOAT:
-            code = code.to(tl.float8e4nv)
-        else:  # ties to even: adding 1.5 * 2 ** 23 leaves no bits for fractions
-            code = ((code + 12582912.0) - 12582912.0).to(tl.int8)
-        tl.store(codes + row * D + start + lane, code, mask=inside)
+        top = tl.max(tl.abs(wide), 0)
+        scale = tl.div_rn(tl.maximum(top, 7.888609052210118e-31), LIMIT)  # 2 ** -100
+    code = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -LIMIT), LIMIT)
+    if not IS_FLOAT:  # ties to even: adding 1.5 * 2 ** 23 leaves no bits for fractions
+        code = (code + 12582912.0) - 12582912.0
+    tl.store(codes + row * D + lane, code.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
 def rounded_rows(
-    x: Float[Tensor, "T D"], code: Code, scale: Float[Tensor, ""] | None
-) -> tuple[Shaped[Tensor, "T D"], Float[Tensor, " T"]]:
+    x: Float[Tensor, "T D"],
+    code: Code,
+    scale: Float[Tensor, ""] | None,
+    *,
+    activation: str = "",
+    multiple: int = 1,
+) -> tuple[Shaped[Tensor, "_ F"], Float[Tensor, " _"]]:
     """Round inputs to codes in one kernel; return codes and the scale of each row.
 
     Args:
-        x: inputs.
+        x: inputs; with an activation gates, then up-projections.
         code: ``e4m3`` or ``int8``.
         scale: of all rows, float32; None: of each row, from its largest magnitude.
+        activation: of gates, whose product with the up-projections is rounded; empty: x is.
+        multiple: rows of the results are padded to a multiple of it with undefined rows.
     """
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=_CODES[code], device=x.device)
-    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    x, width = x.contiguous(), x.shape[1] // (2 if activation else 1)
+    rows = -(-x.shape[0] // multiple) * multiple
+    codes = torch.empty(rows, width, dtype=_CODES[code], device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    lanes = triton.next_power_of_2(width)
     _round_row[(x.shape[0],)](
         x,
         scales if scale is None else scale,
         codes,
         scales,
-        x.shape[1],
+        width,
         LIMIT=LARGEST[code],
         IS_KNOWN=scale is not None,
         IS_FLOAT=code == "e4m3",
-        LANES=min(4096, triton.next_power_of_2(x.shape[1])),
-        num_warps=8,
+        KIND=KINDS[activation] if activation else -1,
+        LANES=lanes,
+        num_warps=min(32, max(4, lanes // 512)),
     )
     return codes, scales
 

@@ -19,6 +19,7 @@ from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
 from mcore_ckpt.save_load.quantized_folder import QuantizedFolder
+from mcore_infer.quantization.gated_mlp import round_gates_
 from mcore_infer.quantization.gemms import (
     InputRounding,
     QuantizedGemm,
@@ -186,6 +187,7 @@ def pack_weights_(
         names = {p.name.removeprefix(f"{path}.") for p in logical_parts(path, linear)}
         load({f"{path}.{name}": weight[name] for name in names})
         pack_(linear, scales[path], choices)
+    round_gates_(model)
 
 
 def pack_(linear: Linear, scales: RankScales, choices: TileChoices) -> None:
@@ -218,6 +220,7 @@ def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
         rounding = InputRounding(code, scale)
         scales = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
         pack_(linear, scales, choices)
+    round_gates_(model)
 
 
 def _to(rounding: InputRounding, device: torch.device) -> InputRounding:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from mcore_models.layers.block_inputs import BlockInputs
@@ -80,18 +81,30 @@ class TransformerBlock(ResidualBlock):
         if config.layer_output_scale:
             self.output_scale = OutputScale(ctx.tp, **setup.factory_kwargs)
 
-    def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
+    def forward(
+        self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
+    ) -> Residual:
         """Transform the residual stream; communicates as the mixers do.
 
         Args:
             stream: ``[S, B, D]``; under sequence parallelism this rank's ``[S/tp, B, D]``.
             inputs: rotary tables, documents and state, equal for all layers.
+            rows: tokens that the last mixer computes, if ``ends_with_mlp``; None: all.
 
         Returns:
-            The stream. The output of the last mixer is in ``branch``, not yet added to ``x``:
-            the norm that reads the stream next adds it, in one kernel.
+            The stream of all tokens, or of ``rows``. The output of the last mixer is in
+            ``branch``, not yet added to ``x``: the norm that reads the stream next adds it, in
+            one kernel.
         """
-        return self._scale_output(self._run_mixers(stream, inputs, len(self.mixers)))
+        if rows is not None:
+            stream = self._run_mixers(stream, inputs, slice(-1)).taken(rows)
+            return self._scale_output(self._run_mixers(stream, inputs, slice(-1, None)))
+        return self._scale_output(self._run_mixers(stream, inputs))
+
+    @property
+    def ends_with_mlp(self) -> bool:
+        """Whether the last mixer is a dense MLP, which transforms each token by itself."""
+        return self.mixers[-1] == "mlp"
 
     def _scale_output(self, stream: Residual) -> Residual:
         """Multiply the stream by the layer's ``--layer-output-scale``, if it has one."""
@@ -99,10 +112,11 @@ class TransformerBlock(ResidualBlock):
             return stream
         return Residual(self.output_scale(stream.total()), None, stream.aux)
 
-    def _run_mixers(self, stream: Residual, inputs: BlockInputs, num_mixers: int) -> Residual:
-        """Run the first ``num_mixers`` residual halves of the layer."""
-        # strict=False: there may be more norms than mixers to run.
-        for name, (norm, post_norm) in zip(self.mixers[:num_mixers], self.norms, strict=False):
+    def _run_mixers(
+        self, stream: Residual, inputs: BlockInputs, which: slice = slice(None)
+    ) -> Residual:
+        """Run the residual halves of the layer, or a part of them."""
+        for name, (norm, post_norm) in zip(self.mixers[which], self.norms[which], strict=True):
             mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
             # x = x + dropout(post_norm(mixer(norm(x)))), in two calls: mix returns the mixer's
             # output y and the stream that it has read; add applies post_norm and dropout to y.
@@ -132,7 +146,7 @@ class TransformerBlock(ResidualBlock):
         ``from_experts`` runs the other half. Together they equal ``forward``, except that
         ``--recompute-modules moe`` has no effect on either half.
         """
-        stream = self._run_mixers(stream, inputs, len(self.mixers) - 1)
+        stream = self._run_mixers(stream, inputs, slice(-1))
 
         def route(x: Tensor) -> RoutedTokens:
             return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
@@ -156,8 +170,11 @@ class ParallelBlock(TransformerBlock):
     n and m are one norm (``--parallel-residual one_norm``) or two (``two_norms``).
     """
 
-    def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
+    def forward(
+        self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
+    ) -> Residual:
         """Transform the residual stream; communicates as the mixers do."""
+        assert rows is None  # ends_with_mlp is False
         # --parallel-residual one_norm: only the first mixer has a norm. It becomes the norm of
         # the stream, and all mixers read its output. two_norms: each mixer applies its own.
         first_norm, *other_norms = (self._norm(norm) for norm, _ in self.norms)
@@ -179,6 +196,11 @@ class ParallelBlock(TransformerBlock):
 
         y, stream = self.mix(stream, stream_norm, sum_of_mixers)
         return self.add(stream, y)
+
+    @property
+    def ends_with_mlp(self) -> bool:
+        """False: attention and MLP read one input."""
+        return False
 
     @property
     def stops_at_experts(self) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
@@ -51,6 +51,11 @@ class Residual(NamedTuple):
     def settled(self) -> "Residual":
         """Return the stream with the pending output added."""
         return Residual(self.total(), None, self.aux)
+
+    def taken(self, rows: Int[Tensor, " R"]) -> "Residual":
+        """Return the stream of some tokens, by their indices along S."""
+        branch = None if self.branch is None else self.branch[rows]
+        return Residual(self.x[rows], branch, self.aux)
 
     def plus(
         self, branch: Float[Tensor, "s B D"], aux: Float[Tensor, ""] | None = None

@@ -22,6 +22,7 @@ from mcore_infer.engine.few_rows_gemm import FewRowsGemm, use_few_rows_gemm
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
+from mcore_infer.quantization.gated_mlp import RoundedGatedMLP
 from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -260,7 +261,7 @@ def _is_changed(module: nn.Module) -> bool:
 def _is_plain(block: Any) -> bool:
     if type(block) is not TransformerBlock or block.mixers != ("attention", "mlp"):
         return False
-    return (type(block.attention), type(block.mlp)) == (Attention, MLP)
+    return type(block.attention) is Attention and type(block.mlp) in (MLP, RoundedGatedMLP)
 
 
 def _blocks(model: GPT) -> list[Any]:
