@@ -140,7 +140,7 @@ class TransformerBlock(ResidualBlock):
     def to_experts(
         self, stream: Residual, inputs: BlockInputs
     ) -> tuple[Residual, RoutedTokens]:
-        """Run the layer up to the dispatch of tokens; return the routed tokens and the stream.
+        """Run the layer up to the dispatch of tokens; return the stream and the routed tokens.
 
         No tensor's size depends on the routing, so this half can be a CUDA graph.
         ``from_experts`` runs the other half. Together they equal ``forward``, except that
