@@ -356,7 +356,7 @@ def test_a_preset_is_what_its_published_config_says(name):
 def test_a_wrong_name_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="unknown preset llama-3-8: did you mean llama-3"):
         load_preset("llama-3-8")
-    with pytest.raises(ValueError, match=f"there are {preset_names()[0]}, "):
+    with pytest.raises(ValueError, match=f"use one of {preset_names()[0]}, "):
         load_preset("zzz")
 
 

@@ -1090,7 +1090,7 @@ _NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], s
     (
         ("attention_backend", "softmax_type"),
         lambda v: v.attention_backend == "auto" and v.softmax_type != "vanilla",
-        f"{_TE_ATTENTION} does not support --softmax-type {{softmax_type}} here: {_NAME_ONE}",
+        f"{_TE_ATTENTION} does not support --softmax-type {{softmax_type}}: {_NAME_ONE}",
     ),
     (
         ("attention_backend", "position_embedding_type"),
