@@ -300,8 +300,8 @@ def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeyp
     told = done.stdout + done.stderr
     for ignored in ("--use-mcore-models", "--use-flash-attn"):
         assert f"{ignored}: " in told
-    assert "Megatron's defaults that this run does not take: --normalization" in told
-    assert "--transformer-impl transformer_engine computes on GPUs alone" in told
+    assert "Megatron's defaults that this run does not use: --normalization" in told
+    assert "--transformer-impl transformer_engine needs a GPU" in told
 
 
 def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monkeypatch):
@@ -322,7 +322,7 @@ def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monk
     assert "iteration        1/       1" in done.stdout
     assert "sop loss: " in done.stdout
     # No flag of this command line is Megatron's alone: the entry's name is enough.
-    assert "does not take: --norm-epsilon 1e-05 --openai-gelu." in done.stdout + done.stderr
+    assert "does not use: --norm-epsilon 1e-05 --openai-gelu." in done.stdout + done.stderr
 
 
 def test_the_t5_entry_trains(monkeypatch):

@@ -61,7 +61,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused():
     ("text", "wanted"),
     [
         ("num_layer = 2\n", "unknown field num_layer: did you mean num_layers?"),
-        ("seed = 2\nseed = 3\n", "seed stands twice"),
+        ("seed = 2\nseed = 3\n", "seed is given twice"),
     ],
 )
 def test_a_recipe_with_an_unknown_or_doubled_field_names_file_and_field(tmp_path, text, wanted):
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_model_and_one_that_is_not_whole(tmp_path):
     assert train(SHAPE, RUN, "--save", folder)[0] == 0
     code, told = train(RUN, "--load", folder, "--num-layers 3")
     assert code == 2
-    assert "num_layers: 2 there, 3 here" in told
+    assert "num_layers: 2 in the checkpoint, 3 here" in told
     (folder / "iter_0000002" / "index.json").unlink()
     code, told = train(RUN, "--load", folder, SHAPE)
     assert code == 2

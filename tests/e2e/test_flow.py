@@ -191,5 +191,5 @@ def test_the_quickstart_clears_only_its_own_folder(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     done = run_command("mcore_train", "quickstart", "--output", tmp_path)
     assert done.returncode == 2
-    assert "is not empty and no quickstart's" in done.stderr
+    assert "is not empty and not the folder of a quickstart" in done.stderr
     assert (tmp_path / "precious.txt").read_text() == "mine"

@@ -296,4 +296,4 @@ def test_what_transformer_engine_does_not_compute_is_named_and_computed_without(
     assert said in "".join(find_faults(*parts(found.config), notes=True))
     assert find_faults(*parts(plan(2, **base).config), notes=True) == []
     assemble(plan(1, **base), ParallelContext.single("cpu"))
-    assert "transformer_engine computes on GPUs alone; this package's" in caplog.text
+    assert "transformer_engine needs a GPU; using this package's" in caplog.text

@@ -46,7 +46,7 @@ def test_ranks_with_other_options_are_named_on_all_ranks():
     told = run_ranks(complaint, 2, other)
     assert told[0] == told[1]
     assert "rank 1 was started with other options than rank 0" in told[0]
-    assert "--lr 0.0 there, 0.25 here" in told[0]
+    assert "--lr 0.25 instead of 0.0" in told[0]
     assert "--window-size" in told[0]
     assert run_ranks(complaint, 2, equal) == ["", ""]
 

@@ -193,5 +193,5 @@ def test_tasks_are_scored_as_those_of_the_checkpoint_of_their_step(layout, tmp_p
 
 
 def test_a_task_without_a_file_is_refused():
-    with pytest.raises(ValueError, match=r"--eval-tasks LAMBADA is no LAMBADA:FILE, "):
+    with pytest.raises(ValueError, match=r"--eval-tasks LAMBADA must be LAMBADA:FILE, "):
         build(eval_task_interval=2, eval_tasks=("LAMBADA",))

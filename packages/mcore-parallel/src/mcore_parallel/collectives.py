@@ -79,14 +79,14 @@ def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
         return [content]
     device = host_device(axis)
     sizes = all_gather(torch.tensor([len(content)], device=device), axis).tolist()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    rows = all_gather(mine.to(device), axis).cpu().view(axis.size, -1)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rows = all_gather(padded.to(device), axis).cpu().view(axis.size, -1)
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def host_device(axis: Axis) -> torch.device:
-    """Return where small tensors must be for collectives over an axis: the host, if it can."""
+    """Return the device for small tensors in collectives: the host if the group has gloo."""
     if axis.size == 1 or "cpu" in str(dist.get_backend_config(axis.group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -150,11 +150,11 @@ def start_all_to_all(
 def wait(x: Shaped[Tensor, "..."], axis: Axis = SINGLE) -> Shaped[Tensor, "..."]:
     """Wait until the result of a ``start_`` function is complete, and return the result.
 
-    Returns any other tensor as it is.
+    Returns any other tensor unchanged.
 
     Args:
         x: result of a ``start_`` function.
-        axis: axis of the collective; the clock of a recorded step counts the wait as its time.
+        axis: axis of the collective, to which the clock of a recorded step attributes the wait.
     """
     clock = axis.clock
     if clock is None or torch.compiler.is_compiling() or not clock.is_on:

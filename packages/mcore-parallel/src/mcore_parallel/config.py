@@ -20,9 +20,9 @@ def _wrong_context_levels(values: Any) -> str:
     fits = len(sizes) == 2 and min(sizes) > 1 and sizes[0] * sizes[1] == cp
     if values.cp_comm_type != "a2a+p2p" or fits:
         return ""
-    given = " ".join(map(str, sizes)) or "is not given"
+    sizes_text = " ".join(map(str, sizes)) or "is not given"
     return (
-        f"--hierarchical-context-parallel-sizes {given}: --cp-comm-type a2a+p2p takes two "
+        f"--hierarchical-context-parallel-sizes {sizes_text}: --cp-comm-type a2a+p2p takes two "
         f"sizes of 2 or more whose product is --context-parallel-size {cp}, such as 2 "
         f"{max(2, cp // 2)}."
     )
@@ -89,7 +89,7 @@ class ParallelConfig(Options):
                 "sharding",
                 lambda sharding: sharding != "no_shard",
                 "--use-distributed-optimizer",
-                "as every data rank holds a whole optimizer then",
+                "since every data rank then holds a complete optimizer",
             ),
         ),
     )
@@ -241,7 +241,7 @@ class DataParallelConfig(Options):
         Rule(
             ("fp8_param_gather", "sharding"),
             lambda v: v.fp8_param_gather and v.sharding != "optim",
-            "--fp8-param-gather sends what the distributed optimizer gathers: it needs "
+            "--fp8-param-gather changes the gathers of the distributed optimizer: add "
             "--use-distributed-optimizer.",
         ),
         Rule(
@@ -276,7 +276,7 @@ class DataParallelConfig(Options):
             ("is_fully_sharded", "splits_backward", "pipeline_schedule"),
             lambda v: v.is_fully_sharded and v.splits_backward,
             "--data-parallel-sharding-strategy {sharding} sums a layer's gradients in its "
-            "backward, and --pipeline-schedule {pipeline_schedule} makes those of weights "
+            "backward, and --pipeline-schedule {pipeline_schedule} computes weight gradients "
             "later: use 1f1b or interleaved, or optim.",
         ),
     )

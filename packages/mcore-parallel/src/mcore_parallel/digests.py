@@ -11,17 +11,17 @@ from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
 
 PART_BYTES = 1 << 26
-"""Temporary memory of a digest, unless a single row of the tensor is larger."""
+"""Bytes of temporary memory for a digest, unless a single row of the tensor is larger."""
 
 _WIDTH = 1024
-_MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
+_MIX = 0x1B873593_CC9E2D51  # an odd number with irregular bits
 
 
 def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
     """Return a digest of a tensor: its bytes as 64-bit integers, weighted by position, summed.
 
     Computed on the tensor's device, modulo 2**64, in one pass. Equal tensors have equal digests
-    on any device, whatever their strides; a permutation of the elements changes the digest.
+    on any device and with any strides; a permutation of the elements changes the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in in_parts(x.detach()):
@@ -39,12 +39,12 @@ def unlike_tensors(
         axis: the ranks to compare.
 
     Returns:
-        Of each tensor that differs, its name and every rank's digest; equal on all ranks.
+        For each tensor that differs, its name and every rank's digest; equal on all ranks.
     """
     if axis.size == 1 or not tensors:
         return []
-    own = torch.stack([digest(x) for _, x in tensors])
-    columns = all_gather(own[None], axis).t().tolist()  # [n] -> [ranks, n] -> [n, ranks]
+    digests = torch.stack([digest(x) for _, x in tensors])
+    columns = all_gather(digests[None], axis).t().tolist()  # [n] -> [ranks, n] -> [n, ranks]
     return [
         (name, column)
         for (name, _), column in zip(tensors, columns, strict=True)
@@ -75,9 +75,9 @@ def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
 def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
     """Combine the weighted sums of rows and columns of the words, and of the remainder."""
     full = len(words) // _WIDTH * _WIDTH
-    square, rest = words[:full].view(-1, _WIDTH), words[full:]
+    square, remainder = words[:full].view(-1, _WIDTH), words[full:]
     total = _weighted(square.sum(1))
-    for sums in (square.sum(0), rest):
+    for sums in (square.sum(0), remainder):
         total = total * _MIX + _weighted(sums)
     return total
 

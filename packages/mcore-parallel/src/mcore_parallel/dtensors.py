@@ -1,7 +1,7 @@
 """``is_dtensor``: recognizes DTensors without importing their module.
 
-``torch.distributed.tensor`` imports sympy and takes more than a second, which every command and
-every restart would pay. Where nobody has imported it there is no DTensor.
+``torch.distributed.tensor`` imports sympy, which would add more than a second to every command
+and restart. If the module has not been imported, no DTensor can exist.
 """
 
 import sys

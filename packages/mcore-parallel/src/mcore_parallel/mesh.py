@@ -98,7 +98,7 @@ class ParallelContext:
     Attributes:
         config: degrees of the rank grid.
         clock: times steps, and the waits over all axes within a step.
-        device: where this rank's tensors live.
+        device: device of this rank's tensors.
         global_rank: rank of this process in the world.
         world: every rank of the job as one axis.
         tp, cp, pp, dp: axes of the dense grid. Dense gradients are summed over ``dp_cp``.
@@ -172,7 +172,7 @@ class ParallelContext:
 
         Args:
             config: the degrees; data-parallel sizes follow from the world size.
-            device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
+            device: device of this rank; groups use nccl for ``cuda`` and gloo for ``cpu``.
                 On ``cuda``, the groups of ``world`` and ``tp`` have both backends, so that
                 ranks can exchange numbers on the host without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
@@ -327,7 +327,7 @@ def _product_name(names: tuple[str, ...]) -> str:
 
 
 def _grid_name(members: Sequence[int]) -> str:
-    """Return a name that no earlier grid over these ranks has had; all of them call it."""
+    """Return a name that no earlier grid over these ranks has had; all these ranks call it."""
     key = "_".join(map(str, members))
     # ``build`` returns once all members have called it, so that each adds once per grid.
     count = distributed_c10d._get_default_store().add(f"mcore_grids_{key}", 1)
@@ -337,14 +337,14 @@ def _grid_name(members: Sequence[int]) -> str:
 def _new_local_group(
     ranks: tuple[int, ...], name: str, timeout: timedelta, backend: str, options: Any
 ) -> dist.ProcessGroup:
-    """Make a group under a name of ours; its ranks alone call this.
+    """Create a process group with the given name; only the ranks of the group call it.
 
     ``dist.new_group(use_local_synchronization=True)`` names a group by its ranks and by the
-    number of groups that this process has. After ``destroy`` the same name comes again, and
-    ranks connect to addresses that the old group has left in the store; and ranks that are in
-    different numbers of groups wait under different names.
+    number of groups that this process has. After ``destroy`` it would reuse a name, and ranks
+    would connect to addresses that the old group left in the store; and ranks that are in
+    different numbers of groups would wait under different names.
     """
-    made = distributed_c10d._new_process_group_helper(
+    group_and_store = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
@@ -355,7 +355,7 @@ def _new_local_group(
         timeout=timeout,
         group_desc=name,
     )
-    group = cast("dist.ProcessGroup", made[0])
+    group = cast("dist.ProcessGroup", group_and_store[0])
     distributed_c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
     return group
 
@@ -372,7 +372,7 @@ def _backend(name: str, device: torch.device) -> str:
 def _group_plan(
     config: ParallelConfig, dense: Grid, expert: Grid, embedding_stages: tuple[int, ...] = ()
 ) -> dict[str, list[tuple[int, ...]]]:
-    """List every axis' groups by axis name, in the order in which all ranks make them."""
+    """Return the groups of every axis by name, in the order in which all ranks create them."""
     plan: dict[str, list[tuple[int, ...]]] = {"world": [tuple(range(dense.world_size))]}
     for grid, order in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
         for count in range(1, len(order) + 1):

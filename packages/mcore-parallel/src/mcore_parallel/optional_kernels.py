@@ -9,10 +9,10 @@ function is called like its reference and has the reference's results:
 A call on a GPU launches the kernel if ``kind`` accepts the arguments. The first such call for
 a device and a kind is preceded by a trial: the kernel and its reference run on ``samples``,
 forward and backward. If the kernel raises or its results differ, one warning names the versions
-of its packages, and the reference replaces it for the rest of the process. A kernel that fails
-for the sizes of a model alone is given up by ``give_up``. On a CPU, and in code that
-``torch.compile`` traces and fuses itself, the reference runs. The same samples, and more in the
-tests, are compared in Triton's interpreter and on a GPU.
+of its packages, and the reference replaces the kernel for the rest of the process. ``give_up``
+replaces a kernel that passes its trial but fails for the sizes of a model. On a CPU, and in
+code that ``torch.compile`` traces and fuses itself, the reference runs. Tests compare kernels
+and references on the same samples and on more, in Triton's interpreter and on a GPU.
 
 A trial runs in a new thread, so autocast, inference mode, hooks on saved tensors and dispatch
 modes of the caller do not affect it. It draws no random numbers.
@@ -303,13 +303,13 @@ def agree_on_kernels(
         if count and not _FAILURES[kernel, device, kind]:
             failure = f"it failed on {count} of {axis.size} ranks"
             _FAILURES[kernel, device, kind] = failure
-            log.warning("%s is not used, torch does without: %s", kernel.name, failure)
+            log.warning("%s is not used, plain torch replaces it: %s", kernel.name, failure)
 
 
 def _record(key: _Key, failure: str) -> None:
     _FAILURES[key] = failure
     if failure:
-        log.warning("%s cannot be used here, torch does without: %s", key[0].name, failure)
+        log.warning("%s cannot be used here, plain torch replaces it: %s", key[0].name, failure)
 
 
 def _describe(kernel: OptionalKernel, error: Exception) -> str:
@@ -325,7 +325,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed ones of these distributions; imports nothing."""
+    """Return the versions of those of the distributions that are installed; imports nothing."""
     versions = {}
     for package in packages:
         try:
@@ -357,10 +357,10 @@ def both_passes(
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of the leaves where those of the outputs are waves.
+    """Return the gradients of the leaves if the gradients of the outputs are waves.
 
-    They are exactly the factors of a sum. If they were given to autograd instead, it would
-    import sympy to compare shapes, which takes 2 s of a run's start.
+    The waves are factors of a scalar sum. Given to autograd as gradients, they would make it
+    import sympy to compare shapes, which takes 2 s when a run starts.
     """
     roots = [y for y in outputs if y.requires_grad]
     products = [(y * wave(*y.shape, device=y.device, dtype=y.dtype)).sum() for y in roots]
@@ -388,7 +388,7 @@ def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
     with ThreadPoolExecutor(max_workers=1) as thread:
         try:
             thread.submit(contextvars.copy_context().run, run).result()
-        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises
+        except Exception as error:  # noqa: BLE001 - other packages may raise any exception
             return _describe(kernel, error)
     return ""
 

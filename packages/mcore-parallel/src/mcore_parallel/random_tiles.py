@@ -21,8 +21,8 @@ from mcore_parallel.launch.launcher import num_cores
 TILE_ELEMENTS = 32768
 TILE_COLUMNS = 512
 _GROUP = 16
-"""Tiles whose views one call makes. Every torch call releases and takes the GIL, which 16
-threads contend for: single calls would cost more than the drawing."""
+"""Tiles whose views are made by one call. Every torch call releases and takes the GIL, for
+which 16 threads contend: a call for each tile would cost more than drawing its numbers."""
 
 
 class Buffers:
@@ -120,39 +120,41 @@ def _fill_stripe(
 ) -> None:
     """Fill the part of a box that lies in one row of tiles."""
     height, width = _tile_of(shape)
-    # Rows in coordinates of the logical matrix: [top, bottom) of these tiles, [begin, end) of
-    # the tiles' rows that are inside the box.
+    # Rows in coordinates of the logical matrix: these tiles have [top, bottom), of which
+    # [begin, end) are inside the box.
     top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
     begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
     target = view[begin - offsets[0] : end - offsets[0]]
     on_cpu = view.device.type == "cpu"
     rows = target if on_cpu else buffers.rows(target)
-    far = offsets[1] + view.shape[1]
+    last_column = offsets[1] + view.shape[1]  # one past the box's last column
     # Tiles are numbered row by row over the logical matrix, not over the box. Each tile is
-    # drawn in full, and its part inside the box is copied. ``number`` is the first tile's of
-    # this row.
+    # drawn in full, and its part inside the box is copied. ``number`` is the number of the
+    # first tile of this row of tiles.
     number, normal = base + stripe * -(-shape[1] // width), (0.0, std)
     # Tiles whose columns are all inside the box, in groups.
-    inner = range(-(-offsets[1] // width), far // width)
+    inner = range(-(-offsets[1] // width), last_column // width)
     for group in (inner[i : i + _GROUP] for i in range(0, len(inner), _GROUP)):
         size = (bottom - top) * width
         tiles = buffers.tiles[: len(group), :size].view(len(group), bottom - top, width)
         parts = tiles[:, begin - top : end - top].unbind()
         columns = slice(group[0] * width - offsets[1], (group[-1] + 1) * width - offsets[1])
         targets = rows[:, columns].unflatten(1, (len(group), width)).unbind(1)
-        for across, tile, part, into in zip(group, tiles.unbind(), parts, targets, strict=True):
+        for across, tile, part, columns_of_box in zip(
+            group, tiles.unbind(), parts, targets, strict=True
+        ):
             buffers.generator.manual_seed(_mix(number + across))
             tile.normal_(*normal, generator=buffers.generator)
-            into.copy_(part)
+            columns_of_box.copy_(part)
     # Tiles at the left and right edge of the box, and narrower tiles at the matrix's edge.
-    edges = {offsets[1] // width, (far - 1) // width} - {*inner}
+    edges = {offsets[1] // width, (last_column - 1) // width} - {*inner}
     for across in edges:
         left, right = across * width, min((across + 1) * width, shape[1])
         buffers.generator.manual_seed(_mix(number + across))
         tile = buffers.tiles[0, : (bottom - top) * (right - left)]
         tile = tile.view(bottom - top, right - left)
         tile.normal_(*normal, generator=buffers.generator)
-        first, last = max(left, offsets[1]), min(right, far)
+        first, last = max(left, offsets[1]), min(right, last_column)
         rows[:, first - offsets[1] : last - offsets[1]].copy_(
             tile[begin - top : end - top, first - left : last - left]
         )

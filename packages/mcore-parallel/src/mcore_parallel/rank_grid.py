@@ -105,7 +105,7 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
     expert_axes = {"tp": ("expert_tp", expert_tp), "ep": ("ep", ep), "pp": ("pp", pp)}
     if ep == 1 and expert_tp == tp:
         # Experts are split like dense layers, so their replicas are the dp and cp ranks: one
-        # axis at two positions, whatever axes the order puts between them.
+        # axis at two positions of the order, even if other axes are between them.
         expert_axes |= {"cp": ("expert_dp", cp), "dp": ("expert_dp", dp)}
     else:
         expert_axes["dp"] = ("expert_dp", expert_dp)

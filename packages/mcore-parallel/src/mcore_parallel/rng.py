@@ -36,7 +36,7 @@ def fill_normal_(
 ) -> None:
     """Fill a box of a logical tensor with normal random numbers, in place.
 
-    An element gets the same bits whichever box it is filled in. Numbers are drawn on the CPU in
+    An element gets the same bits in every box that contains it. Numbers are drawn on the CPU in
     float32 and cast, about 150 million per second and thread; each thread holds a few tiles
     (for a view on another device, also one row of tiles). Another torch build or kind of CPU
     may give other bits. A tensor of more than two dimensions is filled as a stack of matrices.
@@ -201,9 +201,9 @@ class RngStreams:
         if set(state) != set(self.NAMES):
             raise ValueError(f"random streams are {self.NAMES}, the state has {sorted(state)}")
         for name in self.NAMES:
-            held = self._states[name]
-            if isinstance(held, torch.Generator):
-                held.set_state(state[name])  # in place: a CUDA graph may refer to ``held``
+            stream = self._states[name]
+            if isinstance(stream, torch.Generator):
+                stream.set_state(state[name])  # in place: a CUDA graph may refer to the object
             else:
                 self._states[name] = state[name].clone()
 

@@ -36,9 +36,9 @@ class Part:
     shape: tuple[int, ...]
     """Global shape of the logical tensor."""
     offsets: tuple[int, ...]
-    """Where the box begins in the logical tensor."""
+    """First element of the box in the logical tensor."""
     local_offsets: tuple[int, ...]
-    """Where the box begins in the local parameter."""
+    """First element of the box in the local parameter."""
     lengths: tuple[int, ...]
     """Size of the box in the local parameter's dimensions."""
     replicas: Axis = SINGLE
@@ -75,10 +75,10 @@ class ParamLayout:
 
 
 def held_share(layout: ParamLayout) -> float:
-    """Return 1 over the model-parallel ranks that hold an element, as a mean over a parameter.
+    """Return the mean over a parameter's elements of 1 / (ranks that hold the element).
 
-    Squares of local tensors, weighted so, add up over these ranks as if each logical element
-    were counted once.
+    Counts model-parallel ranks. Squares of local tensors with this weight add up over the ranks
+    as if each logical element were counted once.
     """
     sizes = [prod(part.lengths) for part in layout.parts]
     pairs = zip(sizes, layout.parts, strict=True)

@@ -1,13 +1,13 @@
 """``StepClock``: times named spans of one step on the device's own clock.
 
-Layers and engines open a span where they wait for other ranks (``Axis.waiting``), the training
-loop where it reads data, computes and updates. A span costs an attribute test unless a step is
-recorded. On CUDA a border of a span is an event on the current stream, so that the time of a
-wait is that for which the stream stood still and nobody waits for the device; on a CPU it is
-the monotonic clock. Spans inside a CUDA graph are recorded with it (``capturing``) and added to
-a step that launches it (``add_replayed``). ``Recording.segments`` cuts the step at all borders:
-each piece of time belongs to the span that began last, so that the pieces add up to the step
-whatever overlaps.
+Layers and engines open a span around waits for other ranks (``Axis.waiting``), the training
+loop around reading data, computing and updating. A span costs one attribute test unless a step
+is recorded. On CUDA a span begins and ends with an event on the current stream: the time of a
+wait is the time for which the stream was idle, and the host does not wait for the device. On a
+CPU the monotonic clock is used. Spans inside a CUDA graph are captured with the graph
+(``capturing``) and added to a step that launches the graph (``add_replayed``).
+``Recording.segments`` cuts the step at all borders of spans: each segment belongs to the span
+that began last, so the segments add up to the step even if spans overlap.
 """
 
 import time
@@ -21,12 +21,12 @@ PACED_S = 50e-6
 """A device that reaches an event within this time of its launch was waiting for the host."""
 
 Annotate = Callable[[str], AbstractContextManager]
-"""Opens a range of a profiler."""
+"""Returns a context that marks a named range in a profiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point of a step: the host's time, and an event for the device's time."""
+    """A point in time of a step: the host's time, and an event for the device's time."""
 
     host_s: float
     event: torch.cuda.Event | None = None
@@ -34,37 +34,37 @@ class Mark:
 
 @dataclass(slots=True)
 class Span:
-    """A named stretch of a step."""
+    """A named interval of a step."""
 
     name: str
     begin: Mark
     end: Mark | None = None
-    """None while it is open."""
+    """None while the span is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a step between two borders of spans, in which no span begins or ends."""
+    """An interval of a step in which no span begins or ends."""
 
     names: tuple[str, ...]
-    """Open spans, the one that began last at the end; empty: none."""
+    """Names of the open spans in the order in which they began; empty: no span is open."""
     begin_s: float
     end_s: float
     is_paced: bool = False
-    """Whether the device came to its end as soon as the host did: it had no work ahead."""
+    """Whether device and host reached the segment's end together: no work was queued."""
 
     @property
     def length_s(self) -> float:
-        """How long it lasts."""
+        """Length in seconds."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The spans of one step; read it once the device has passed its end."""
+    """The spans of one step; read them when the device has finished the step."""
 
     base: Mark
-    """A moment at which the device was idle, so that both clocks can be compared."""
+    """A time at which the device was idle, so that host and device clocks can be compared."""
     whole: Span
     spans: list[Span]
 
@@ -80,22 +80,22 @@ class Recording:
                     borders.append((time_s, len(borders), sign * (number + 1), mark))
         borders.sort(key=lambda border: border[:2])
         borders.append((last, len(borders), 0, self.whole.end))
-        found: list[Segment] = []
-        opened: list[int] = []
+        segments: list[Segment] = []
+        opened: list[int] = []  # indices of open spans, in the order in which they began
         before_s = first
         for time_s, _, change, mark in borders:
             if time_s > before_s:
                 names = tuple(self.spans[number].name for number in opened)
-                found.append(Segment(names, before_s, time_s, self._is_paced(mark)))
+                segments.append(Segment(names, before_s, time_s, self._is_paced(mark)))
                 before_s = time_s
             if change > 0:
                 opened.append(change - 1)
             elif change < 0 and -change - 1 in opened:
                 opened.remove(-change - 1)
-        return found
+        return segments
 
     def _time_s(self, mark: Mark) -> float:
-        """Return when the device came to a mark, on the host's clock."""
+        """Return the time at which the device reached a mark, on the host's clock."""
         if mark.event is None or self.base.event is None:
             return mark.host_s
         return self.base.host_s + 1e-3 * self.base.event.elapsed_time(mark.event)
@@ -106,35 +106,35 @@ class Recording:
 
 @dataclass(slots=True)
 class StepClock:
-    """Records the spans of a step when asked to; otherwise a span costs next to nothing."""
+    """Records the spans of a step between ``start`` and ``stop``; costs little otherwise."""
 
     device: torch.device
     is_on: bool = False
     """Whether spans are recorded or shown to a profiler."""
     annotate: Annotate | None = None
-    """Opens a profiler's range for each span; set while a profiler runs."""
+    """Marks each span in a profiler; set while a profiler runs."""
     _base: Mark | None = None
     _whole: Span | None = None
     _spans: list[Span] = field(default_factory=list)
     _is_capturing: bool = False
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of a named stretch; spans may nest and overlap."""
+        """Return a context that is timed as a named span; spans may nest and overlap."""
         return self._span(name) if self.is_on else nullcontext()
 
     def calibrate(self) -> None:
-        """Wait for the device, compare its clock with the host's; a step before ``start``."""
+        """Wait for the device and take the base mark; call it before ``start``."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._base = self._mark()
 
     def start(self) -> None:
-        """Begin to record a step; needs ``calibrate`` before."""
+        """Start to record a step; ``calibrate`` must have been called."""
         self._spans, self._whole = [], Span("step", self._mark())
         self.is_on = True
 
     def stop(self) -> Recording:
-        """End the step that ``start`` began; waits for nothing."""
+        """End the step of ``start``; return its recording without waiting for the device."""
         assert self._base is not None
         assert self._whole is not None
         self._whole.end = self._mark()
@@ -144,18 +144,18 @@ class StepClock:
         return recording
 
     def show(self, annotate: Annotate | None) -> None:
-        """Open ranges of a profiler for all spans from now on; None: no more."""
+        """Mark all later spans in a profiler; None: stop marking."""
         self.annotate = annotate
         self.is_on = annotate is not None or self._whole is not None
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are kept at the moment: of a step, or of a graph that is captured."""
+        """Whether spans are recorded now, for a step or for a graph that is captured."""
         return self.is_on and (self._whole is not None or self._is_capturing)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record and show no spans inside."""
+        """Return a context in which no span is recorded or marked."""
         was_on, self.is_on = self.is_on, False
         try:
             yield
@@ -164,10 +164,10 @@ class StepClock:
 
     @contextmanager
     def capturing(self) -> Iterator[list[Span]]:
-        """Return the spans opened inside; use it around the capture of a CUDA graph.
+        """Return a context that yields the spans opened inside, for capturing a CUDA graph.
 
-        Their borders become nodes of the graph, so that each launch of the graph sets their
-        events anew: launch it only in steps that are recorded.
+        The events of these spans become nodes of the graph, so each launch of the graph records
+        the events again: launch the graph only in recorded steps.
         """
         was_on, spans = self.is_on, self._spans
         self._spans, self.is_on, self._is_capturing = [], True, True

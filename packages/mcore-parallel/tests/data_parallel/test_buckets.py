@@ -48,7 +48,9 @@ def test_a_bucket_closes_when_it_reaches_its_size():
 
 def test_ranks_own_equal_ranges_even_where_all_is_padding():
     assert shard_ranges(12, 3) == ((0, 4), (4, 8), (8, 12))
-    with pytest.raises(ValueError, match="5 ranks cannot share a bucket of 12"):
+    with pytest.raises(
+        ValueError, match="a bucket of 12 elements cannot be split evenly over 5 ranks"
+    ):
         shard_ranges(12, 5)
 
 

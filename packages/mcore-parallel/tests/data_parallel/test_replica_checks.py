@@ -120,7 +120,7 @@ TOLD = {
     "columns in another order": "weight: ranks [0, 1] of axis cp_dp, which share it, began",
     "tensor ranks seeded apart": "weight: ranks [0, 1] of axis tp, which share it, began",
     "a norm of own tokens, said to be whole": "norm.weight: ranks [0, 1] of axis tp hold it "
-    "whole, but make different gradients",
+    "whole, but compute different gradients",
     "a norm of own tokens": "nothing",
     "a norm of all tokens": "nothing",
     "layers with one name": "0.weight is a parameter of two pipeline stages",
@@ -158,7 +158,7 @@ def test_ranks_that_hold_nothing_unlike_end_too():
         assert told[rank].startswith(
             "weight: ranks [0, 2] of axis cp_dp, which share it, began"
         )
-        assert told[other] == "other ranks hold unlike replicas, and say which"
+        assert told[other] == "replicas differ on other ranks, whose errors name them"
 
 
 def weights_after_a_step(is_sharded):
@@ -234,4 +234,4 @@ def test_ranks_whose_own_copies_are_equal_end_with_those_whose_are_not():
     told = run_ranks(copies_of_one_pair_of_four, 4)
     for rank, other in ((0, 1), (2, 3)):
         assert told[rank].startswith("weight: ranks [0, 2] of axis cp_dp, which share it,")
-        assert told[other] == "other ranks hold unlike copies of a weight, and say which."
+        assert told[other] == "copies of a weight differ on other ranks, whose errors name it."

@@ -155,7 +155,7 @@ def test_the_first_rank_that_fails_ends_all_the_others_and_gives_its_code():
 def test_a_rank_ended_by_a_signal_is_named_with_its_cause_and_gives_128_and_the_signal(caplog):
     code = WHO + f"os.kill(os.getpid(), {signal.SIGBUS:d}) if rank == 0 else time.sleep(600)"
     assert launch_local(python(code), 2, poll_s=0.02) == 128 + signal.SIGBUS
-    assert "rank 0 was ended by SIGBUS (a file that it maps was cut, or its" in caplog.text
+    assert "rank 0 was ended by SIGBUS (a memory-mapped file was truncated, or" in caplog.text
 
 
 SAVES_WHEN_ASKED = """

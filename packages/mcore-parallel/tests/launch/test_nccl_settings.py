@@ -42,7 +42,7 @@ def test_no_file_says_nothing():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[dpp]\nmax_ctas = 8\n", "no axis dpp; there are tp, cp_dp"),
+        ("[dpp]\nmax_ctas = 8\n", "no axis dpp; use tp, cp_dp"),
         ("[tp]\nmax_cta = 8\n", "sets max_cta, which is unknown: use min_ctas, max_ctas"),
         ("[tp]\nmax_ctas = 0\n", "max_ctas = 0: it must be 1 or more"),
         ("[tp]\nmax_ctas = true\n", "max_ctas = True: it must be 1 or more"),

@@ -118,5 +118,5 @@ def test_memory_of_a_graph_that_nobody_runs_back_is_used_again():
 
 
 def test_the_last_layer_is_refused():
-    with pytest.raises(ValueError, match="needed at once"):
+    with pytest.raises(ValueError, match="last layer's activations immediately"):
         ActivationOffload(list(stack(2)), 2, torch.device("cpu"))

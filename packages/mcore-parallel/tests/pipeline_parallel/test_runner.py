@@ -427,7 +427,9 @@ def test_gradients_that_wait_in_a_queue_are_not_taken_for_zero():
     queue.attach(model)
     data_parallel = DataParallel([model], ParallelContext.single(), DataParallelConfig())
     model(torch.ones(2, 1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match="still wait in a WeightQueue"):
+    with pytest.raises(
+        RuntimeError, match="a WeightQueue still holds deferred weight gradients"
+    ):
         data_parallel.finish()
 
 

@@ -69,11 +69,11 @@ class Tables:
     """Optimizers, fp8 recipes and engines by option value; a program may add its own."""
 
     optimizers: Mapping[str, BuildRule] = field(default_factory=lambda: OPTIMIZERS)
-    """By ``--optimizer``."""
+    """Builders of update rules by value of ``--optimizer``."""
     recipes: Mapping[str, type[Recipe]] = field(default_factory=lambda: RECIPES)
-    """By ``--fp8-recipe``."""
+    """Classes of fp8 recipes by value of ``--fp8-recipe``."""
     engines: Mapping[str, Engine] = field(default_factory=lambda: ENGINES)
-    """By ``--data-parallel-sharding-strategy``."""
+    """Data-parallel engines by value of ``--data-parallel-sharding-strategy``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Progress:
     iteration: int = 0
     """Steps done."""
     consumed_train_samples: int = 0
-    """Sequences trained on, over all ranks; where the data continues."""
+    """Sequences trained on, over all ranks; the next batch begins after them."""
     schedule_samples: int = 0
     """Sequences counted by the learning-rate schedule, which leaves out skipped steps."""
     batch_size_phases: list[Stretch] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Origin:
     """Folders and files from which a run was loaded."""
 
     checkpoint: str = ""
-    """Folder of the weights; empty: the run began from its seed."""
+    """Folder of the loaded weights; empty: weights were drawn from the seed."""
     adapter_base: str = ""
     """Folder of the model that adapters are trained on; empty: checkpoints of the run hold
     all weights."""
@@ -137,7 +137,7 @@ class Run:
     chunks: Sequence[TrainableModel]
     """Model chunks of this rank, in forward order; one without interleaving."""
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Dtype of parameters and activations."""
     streams: RngStreams
     precision: Precision
     pipeline: Pipeline
@@ -145,19 +145,20 @@ class Run:
     """Holds weights and gradients: the engine of --data-parallel-sharding-strategy."""
     optimizer: DistributedOptimizer
     recorder: BackwardRecorder | LayerRecorder | None
-    """Makes CUDA graphs of forward and backward; None where kernels are launched singly."""
+    """Records and replays CUDA graphs of forward and backward; None without CUDA graphs."""
     datasets: Datasets
     tokenizer: Tokenizer | None
     objective: Objective
-    """What the run minimizes over the results of its model."""
+    """Losses that the run minimizes over the results of its model."""
     frozen: FrozenModel | None = None
-    """The objective's reference or teacher; None where it has none, or its results are
-    stored."""
+    """Reference or teacher model of the objective; None if the objective has none, or if the
+    results of that model are stored."""
     recent: RecentSteps | None = None
-    """Losses and gradient norms that a spike is found by; None where none is looked for."""
+    """Losses and gradient norms of recent steps, by which spikes are detected; None if the run
+    does not look for spikes."""
     noise: GradientNoise | None = None
-    """Measures the noise of a step's gradient; None where weights are sharded in layers or
-    layers are CUDA graphs."""
+    """Measures the noise of a step's gradient; None if weights are fully sharded or layers are
+    CUDA graphs."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -186,14 +187,14 @@ class Run:
         return list(self.objective.coefficients)
 
     def annotate(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Add what the frozen model computes; all ranks call it together."""
+        """Add results of the frozen model to micro-batches; all ranks call it together."""
         if self.frozen is None:
             return list(batches)
         with self.ctx.clock.span("compute"):
             return self.frozen.annotate(batches, self.objective.reference_entries)
 
     def keeping_casts(self) -> AbstractContextManager[None]:
-        """Keep casts of weights inside, where a weight's address identifies it."""
+        """Return a context that keeps fp8 casts of weights, if weights keep their addresses."""
         keeps = self.data_parallel.keeps_weights
         return self.precision.weight_casts.keeping() if keeps else nullcontext()
 
@@ -288,8 +289,10 @@ def assemble(
 
 
 def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentSteps | None:
-    has_reader = config.spikes.spike_policy != "none" or config.watching.rerun_on_mismatch
-    return RecentSteps(config.spikes, device) if has_reader else None
+    needs_recent_steps = (
+        config.spikes.spike_policy != "none" or config.watching.rerun_on_mismatch
+    )
+    return RecentSteps(config.spikes, device) if needs_recent_steps else None
 
 
 def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
@@ -297,14 +300,14 @@ def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
 
 
 def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
-    """Let all ranks of a GPU job use the same optional kernels; all-gathers over the world."""
+    """Choose the optional kernels of a GPU job; all-gathers over the world."""
     if ctx.device.type != "cuda":
         return
     config = plan.config
-    wanted = optional_kernels(
+    candidates = optional_kernels(
         *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
     )
-    agree_on_kernels(wanted, ctx.device, ctx.world)
+    agree_on_kernels(candidates, ctx.device, ctx.world)
     _warn_of_plain_blocks(plan, ctx)
 
 
@@ -316,14 +319,14 @@ def _build_engine(
     *,
     draws_weights: bool,
 ) -> GradientSync:
-    """Build the engine, which takes over the parameters; then fill those on the meta device."""
+    """Build the data-parallel engine of the chunks, then fill parameters on the meta device."""
     engine = tables.engines[config.data_parallelism.sharding]
-    empty = [p for chunk in chunks for p in chunk.parameters() if p.is_meta]
+    meta_parameters = [p for chunk in chunks for p in chunk.parameters() if p.is_meta]
     if not config.data_parallelism.is_fully_sharded:
-        for parameter in empty:
+        for parameter in meta_parameters:
             give_memory(parameter, ctx.device)
     data_parallel = engine(chunks, ctx, config.data_parallelism)
-    if empty and draws_weights:
+    if meta_parameters and draws_weights:
         data_parallel.fill_weights(partial(chunks[0].initialize, seed=config.run.seed))
     return data_parallel
 
@@ -424,8 +427,9 @@ def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext) -> None:
     width = head_dim(model)
     if not has_fused_width(width):
         log.warning(
-            "heads of %d channels: over context ranks plain torch attends, in blocks; fused "
-            "ones take multiples of 8 up to %d. --cp-comm-type a2a attends to whole sequences.",
+            "heads of %d channels: attention over context ranks runs in plain torch, as fused "
+            "kernels take multiples of 8 up to %d. --cp-comm-type a2a, which attends to whole "
+            "sequences, has no such limit.",
             width,
             WIDEST,
         )
@@ -443,13 +447,13 @@ def _use_transformer_engine(
     name = "--transformer-impl transformer_engine"
     why_not = next(iter(find_faults(*parts(plan.config), notes=True)), "")
     if ctx.device.type != "cuda":
-        why_not = f"{name} computes on GPUs alone"
+        why_not = f"{name} needs a GPU"
     elif not why_not and (missing := refusal()):
         why_not = f"{name}: {missing}"
     count = torch.tensor([bool(why_not)], dtype=torch.int32, device=ctx.device)
     if num_without := int(all_reduce(count, ctx.world)):
         why_not = why_not or f"{name} cannot be used on {num_without} of {ctx.world.size} ranks"
-        log.warning("%s; this package's own layers compute.", why_not.rstrip("."))
+        log.warning("%s; using this package's own layers instead.", why_not.rstrip("."))
         return
     from mcore_models.kernels.transformer_engine import use_transformer_engine
 

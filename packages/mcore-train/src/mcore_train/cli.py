@@ -59,9 +59,9 @@ def _run(commands: Commands, argv: Sequence[str] | None) -> int:
 def exit_code(error: BaseException) -> int:
     """Return the exit code of an error.
 
-    That of its class in ``diagnosis.rules.FAULTS`` for what the run itself found out about
-    gradients, weights and devices; else 2 for bad input, 1 for files or devices that failed, 0
-    for a program's fault.
+    Faults of gradients, weights and devices that a run detected have the exit code of their
+    class in ``diagnosis.rules.FAULTS``. Other codes are 2 for bad input, 1 for files or devices
+    that failed, and 0 for a fault of the program.
     """
     if (name := type(error).__name__) in _CLASSES:
         from mcore_train.diagnosis.rules import FAULTS
@@ -80,7 +80,7 @@ _CLASSES = {
     "UnlikeWeightsError": "replicas",
     "BrokenDeviceError": "hardware",
 }
-"""Errors by name, so that help does not load torch, and their classes."""
+"""Fault classes by the name of the error, so that help does not load torch."""
 
 
 def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int:
@@ -90,7 +90,7 @@ def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int
 def pretrain(name: str, words: Sequence[str]) -> int:
     """Run ``mcore-train NAME`` for an entry script of Megatron's; return its exit code.
 
-    Names the defaults of Megatron's that the run does not take.
+    Lists Megatron's defaults that differ from the run's.
     """
     summary = COMMANDS[name][0]
     train = partial(_train, name, is_megatron_script=True)
@@ -103,10 +103,10 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
 
     command = FAMILY_COMMANDS[name]
     if "auto" in (word.partition("=")[2] or word for word in words):
-        words = _found_micro_batch(words)
+        words = _expand_auto_micro_batch(words)
 
     def check(config: TrainConfig) -> None:
-        """Raise all that is wrong, once, before ranks start."""
+        """Raise one error with all faults, before ranks start."""
         from mcore_parallel.launch.launcher import read_environment
         from mcore_train.options.output_checks import build_checked_plan
         from mcore_train.precision import with_device_precision
@@ -138,14 +138,14 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
     return run_training(config, command.family)
 
 
-def _found_micro_batch(words: Sequence[str]) -> list[str]:
-    """Spell ``--micro-batch-size auto`` as the option that it is."""
+def _expand_auto_micro_batch(words: Sequence[str]) -> list[str]:
+    """Replace ``--micro-batch-size auto`` by its switch, ``--find-micro-batch-size``."""
     text = "\0".join(words).replace("--micro-batch-size=auto", "--micro-batch-size\0auto")
     return text.replace("--micro-batch-size\0auto", "--find-micro-batch-size").split("\0")
 
 
 def reference(words: Sequence[str]) -> int:
-    """Store what the frozen model of an objective computes for each sample."""
+    """Store the results of an objective's frozen model for each sample."""
     from mcore_train.options.parsing import parse
 
     rest = list(words[1:] if words[:1] == ["gpt"] else words)
@@ -163,7 +163,7 @@ def quickstart(words: Sequence[str]) -> int:
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
-        # Reports what is wrong once, before ranks start.
+        # Reports all faults once, before ranks start.
         build_tour_plan(config, config.tour.nproc)
         return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart.tour import run_quickstart
@@ -172,21 +172,21 @@ def quickstart(words: Sequence[str]) -> int:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Check that a run's layout computes what one rank computes."""
+    """Check that a run's layout computes the same results as one rank."""
     from mcore_train.options.parsing import parse
 
     name = words[0] if words and words[0] in FAMILY_COMMANDS else "gpt"
-    own = words[1:] if words[:1] == [name] else words
+    options = words[1:] if words[:1] == [name] else words
     command = FAMILY_COMMANDS[name]
 
     def check(config: Verified) -> None:
-        """Raise all that is wrong, once, before ranks start."""
+        """Raise one error with all faults, before ranks start."""
         from mcore_train.layout_check.verification import check_verified
 
         check_verified(config, command)
 
     config = parse(
-        own,
+        options,
         f"mcore-train verify {name}",
         command.verified,
         command.beginning,
@@ -207,8 +207,8 @@ def schedule(words: Sequence[str]) -> int:
 
     if words[:1] != ["show"] and not set(words) & set(HELP_FLAGS):
         raise ValueError("mcore-train schedule has one verb: mcore-train schedule show --help.")
-    own = view_words([word for word in words if word != "show"])
-    print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", own)))
+    options = view_words([word for word in words if word != "show"])
+    print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", options)))
     return 0
 
 
@@ -262,7 +262,7 @@ def report(words: Sequence[str]) -> int:
 
 
 def explain(words: Sequence[str]) -> int:
-    """Print the steps that a run has left out, and the documents of a step."""
+    """Print the steps that a run skipped, and the documents of a step."""
     from mcore_train.reporting.cli import explain_spikes
 
     return parse_options(explain_spikes, "mcore-train explain", words)
@@ -308,19 +308,19 @@ def is_launched() -> bool:
 
 def without_option(words: Sequence[str], flag: str) -> list[str]:
     """Return the words without every ``flag VALUE`` and ``flag=VALUE``."""
-    kept, skip = [], False
+    remaining, skip = [], False
     for word in words:
         if skip:
             skip = False
         elif word == flag:
             skip = True
         elif not word.startswith(f"{flag}="):
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def is_of_machines(error: RuntimeError) -> bool:
-    """Whether an error is that of files, disks or processors, and no fault in a program."""
+    """Whether an error comes from damaged files or disks, not from a fault of the program."""
     from mcore_ckpt.errors import CheckpointError
     from mcore_data.indexed.index_format import CorruptDatasetError
 
@@ -334,11 +334,11 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     },
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
     "verify": (
-        "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
+        "verify gpt FLAGS (bert, t5): does this layout compute the same as one rank?",
         verify,
     ),
     "reference": (
-        "reference FLAGS: store the results of a reference or teacher beside the data",
+        "reference FLAGS: store the results of a reference or teacher next to the data",
         reference,
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
@@ -349,10 +349,13 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
-    "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "memory": (
+        "memory SNAPSHOT: GPU memory by class of tensors, compared with the plan",
+        memory,
+    ),
     "profile": ("profile TRACE: where the time of a profiled step went", profile),
     "report": ("report RUN [RUN2 ...]: one HTML page about a run, or several", report),
     "explain": ("explain RUN: steps left out as spikes, and their documents", explain),
     "golden": ("golden run: train small cases and compare recorded values", golden),
-    "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
+    "doctor": ("is this cluster healthy? doctor RUN: faults in the numbers of a run", doctor),
 }

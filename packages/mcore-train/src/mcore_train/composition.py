@@ -1,8 +1,8 @@
-"""``TrainConfig``: every option of a run, each in the hands of the package that owns it.
+"""``TrainConfig``: all options of a run, as one config object of each package that owns them.
 
-The fields of all parts form one flat name space, the command line's; no two parts may have
-a field of the same name. Standard library and siblings' ``config`` rooms only: nothing here
-loads torch.
+The fields of all parts form one flat name space, the command line's; no two parts may have a
+field of the same name. Only the standard library and the ``config`` modules of other packages
+are imported, so that nothing here loads torch.
 """
 
 import types
@@ -170,11 +170,11 @@ class Command:
     family: Family
     run: type[TrainConfig]
     verified: type[VerifiedConfig | VerifiedBertConfig | VerifiedT5Config]
-    """The same options, and a verification's."""
+    """The options of ``run`` and those of ``mcore-train verify``."""
     beginning: Mapping[str, Any] = field(default_factory=dict)
-    """Options that it begins from; all others win over them."""
+    """Defaults of this command, which recipes and flags override."""
     needs: str = ""
-    """An option that it cannot start without, and what an error tells of its value."""
+    """A required option and a description of its value, as errors print them; empty: none."""
 
 
 FAMILY_COMMANDS: Mapping[str, Command] = {
@@ -202,7 +202,7 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
         "train a T5 on spans cut out of texts", T5_FAMILY, T5TrainConfig, VerifiedT5Config
     ),
 }
-"""Commands that train, by their names; mamba is a GPT of other layers."""
+"""Training commands by name; mamba trains a GPT with Mamba-2 layers."""
 
 
 @cache
@@ -212,13 +212,13 @@ def field_types(config_type: type = TrainConfig) -> Mapping[str, Any]:
     Raises:
         AssertionError: if two parts own a field of one name.
     """
-    found: dict[str, Any] = {}
+    types_by_name: dict[str, Any] = {}
     for part in types_of(config_type).values():
         kinds = types_of(part)
         for name in (each.name for each in fields(part)):
-            assert name not in found, f"two parts of {config_type.__name__} own {name}"
-            found[name] = kinds[name]
-    return found
+            assert name not in types_by_name, f"two parts of {config_type.__name__} own {name}"
+            types_by_name[name] = kinds[name]
+    return types_by_name
 
 
 def flag_names(config_type: type = TrainConfig) -> set[str]:
@@ -233,12 +233,12 @@ def flag_names(config_type: type = TrainConfig) -> set[str]:
 
 
 def parts(config: object) -> list[Any]:
-    """Return the configs that a run's config is made of."""
+    """Return the parts of a run's config, such as its ``BatchConfig``."""
     return [getattr(config, part.name) for part in fields(config)]  # pyrefly: ignore
 
 
 def without_idle_options(config: Config, kept: Collection[str] = ()) -> Config:
-    """Return the same run with defaults for options of features that are off, but ``kept``."""
+    """Return the config with options of unused features at their defaults, except ``kept``."""
     types = [type(part) for part in parts(config)]
     idle = idle_options(flat(config), types) - set(kept)
     changed = {}
@@ -266,16 +266,16 @@ def compose(
     """Build a config from a flat table; fields that it lacks keep their defaults.
 
     Raises:
-        ValueError: for a name that no part owns, and from the parts' own checks.
+        ValueError: for a name that no part owns, and from the checks of the parts.
     """
     known = field_types(config_type)
     values = {**values, **DATA_OPTIONS.get(values.get("objective", ""), {})}
-    if strange := sorted(set(values) - set(known)):
-        raise ValueError(f"no option is called {strange[0]}.")
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"no option is called {unknown[0]}.")
     parts = {}
     for part_name, part in types_of(config_type).items():
-        own = {f.name for f in fields(part)}
-        parts[part_name] = part(**{n: _as(known[n], values[n]) for n in own & set(values)})
+        names = {f.name for f in fields(part)}
+        parts[part_name] = part(**{n: _as(known[n], values[n]) for n in names & set(values)})
     return config_type(**parts)
 
 

@@ -24,21 +24,22 @@ ExitSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig(Options):
-    """How many tokens a step sees, and how many steps there are."""
+    """Batch sizes, sequence length, and the length of the run."""
 
     micro_batch_size: int = option(1, minimum=1)
     """Sequences in one forward pass of one data-parallel rank. Megatron's default: none."""
     global_batch_size: int = option(0, minimum=0)
-    """Sequences in one step over all ranks; 0: one micro-batch a data-parallel rank."""
+    """Sequences in one step over all ranks; 0: one micro-batch per data-parallel rank."""
     rampup_batch_size: tuple[int, ...] = ()
-    """Grow the global batch: START INCREMENT SAMPLES, from the first size to
-    --global-batch-size in equal increments over so many sequences. Needs --train-samples."""
+    """Grow the global batch: START INCREMENT SAMPLES begins with START sequences and adds
+    INCREMENT at equal intervals over the first SAMPLES sequences, up to --global-batch-size.
+    Needs --train-samples."""
     step_batch_size_schedule: str = option(
         "", excludes={"rampup_batch_size": Because("which sets the same sizes")}
     )
-    """Change the global batch in steps: TOKENS:SIZE ..., such as "0:64 2B:128 10B:256", each
-    size from so many tokens on (K, M, B, T: thousands to billions of thousands). The largest
-    is --global-batch-size."""
+    """Change the global batch in steps: TOKENS:SIZE ..., such as "0:64 2B:128 10B:256", uses
+    SIZE sequences once TOKENS tokens are trained (suffixes K, M, B, T: 10^3 to 10^12). The
+    largest size is --global-batch-size."""
     batch_size_lr_scaling: Literal["none", "sqrt", "linear"] = option(
         "none",
         needs=(
@@ -46,20 +47,20 @@ class BatchConfig(Options):
                 "has_batch_sizes",
                 bool,
                 "--step-batch-size-schedule or --rampup-batch-size",
-                "as there is one size otherwise",
+                "as the batch size is constant otherwise",
             ),
         ),
     )
-    """Multiply the learning rate of a step with a smaller batch: sqrt, by the root of its share
-    of --global-batch-size; linear, by the share."""
+    """Scale the learning rate of steps smaller than --global-batch-size: sqrt, by the square
+    root of their share of it; linear, by the share."""
     seq_length: int = option(1024, minimum=1)
     """Tokens in one sequence. Megatron's default: none."""
     seq_length_schedule: str = option(
         "", needs={"reset_position_ids": ON, "reset_attention_mask": ON}
     )
     """Begin with shorter texts: TOKENS:LENGTH ..., such as "0:512 2B:2048 6B:8192". Rows of
-    --seq-length are cut into pieces of LENGTH, which do not see each other, so that a step has
-    as many tokens as later. The last length is --seq-length."""
+    --seq-length are cut into pieces of LENGTH tokens, without attention between pieces, so the
+    tokens of a step stay the same. The last length is --seq-length."""
     train_iters: int = option(
         0,
         minimum=0,
@@ -107,11 +108,11 @@ def _uneven_cuts(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5BatchConfig(BatchConfig):
-    """The batches of a T5, whose rows have two texts."""
+    """Batch sizes and sequence lengths of a T5."""
 
     decoder_seq_length: int = option(128, minimum=1)
-    """Tokens of the decoder in one sequence; --seq-length are the encoder's.
-    Megatron's default: none."""
+    """Decoder tokens in one sequence; --seq-length counts the encoder's tokens. Megatron's
+    default: none."""
 
     rules = (
         Rule(
@@ -128,7 +129,7 @@ class T5BatchConfig(BatchConfig):
 
 
 _SCALED = (When("is_scaled", bool, "--fp16"),)
-_FIXED = {"loss_scale": Because("which stays")}
+_FIXED = {"loss_scale": Because("which fixes the scale")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,24 +137,25 @@ class PrecisionConfig(Options):
     """Number format of parameters and activations."""
 
     precision: Literal["", "auto"] = option("", excludes={"bf16": ON, "fp16": ON})
-    """auto: --bf16 or --fp16 by what the GPU multiplies in (bf16 from Ampere on, fp16 on
-    Volta and Turing), and neither on a CPU. Empty: --bf16 or --fp16 as given."""
+    """auto: the 16-bit format that the GPU multiplies in (bf16 from Ampere on, fp16 on Volta
+    and Turing), float32 on a CPU. Empty: --bf16 or --fp16 as given."""
     bf16: bool = option(False, excludes={"fp16": ON})
     """Parameters and activations in bfloat16; main weights and optimizer in float32."""
     fp16: bool = False
     """Parameters and activations in float16, main weights and optimizer in float32; the loss
     is scaled, and a step whose gradients overflow is skipped."""
     loss_scale: float = option(0.0, minimum=0, needs=_SCALED)
-    """Fixed factor of the loss under --fp16, best a power of two: gradients that overflow end
-    the run. Megatron skips such steps without end. 0: it moves."""
+    """Fixed loss scale under --fp16, best a power of two; gradients that overflow end the run,
+    where Megatron would skip steps forever. 0: a dynamic loss scale."""
     initial_loss_scale: float = option(2.0**32, above=0, needs=_SCALED, idle_with=_FIXED)
-    """Factor of the loss at the first step under --fp16."""
+    """Dynamic loss scale of the first step under --fp16."""
     min_loss_scale: float = option(1.0, above=0, needs=_SCALED, idle_with=_FIXED)
-    """Least factor of the loss; gradients that overflow even so end the run."""
+    """Smallest dynamic loss scale; gradients that overflow at this scale end the run."""
     loss_scale_window: int = option(1000, minimum=1, needs=_SCALED, idle_with=_FIXED)
-    """Steps without overflow after which the factor is doubled."""
+    """Steps without overflow after which the loss scale is doubled."""
     hysteresis: int = option(2, minimum=1, needs=_SCALED, idle_with=_FIXED)
-    """Overflows within a window from which on each halves the factor."""
+    """Number of the overflow within a window at which the loss scale is halved; each later
+    overflow halves it again."""
 
     rules = (
         Rule(
@@ -165,7 +167,7 @@ class PrecisionConfig(Options):
         Rule(
             ("precision", "lr"),  # an option of a run: as part of one it has been chosen
             lambda v: v.precision == "auto",
-            "--precision auto is chosen where a run trains: give --bf16 or --fp16 here.",
+            "--precision auto is resolved on the GPU that trains: give --bf16 or --fp16 here.",
         ),
     )
 
@@ -182,7 +184,7 @@ class PrecisionConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Options):
-    """What a step does with the gradient."""
+    """Optimizer, learning rate, weight decay and gradient clipping."""
 
     optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
         "adam"
@@ -208,7 +210,7 @@ class OptimizerConfig(Options):
     )
     """Weight decay of the last step; -1: --weight-decay."""
     weight_decay_incr_style: IncreaseStyle = "constant"
-    """How weight decay goes from --start-weight-decay to --end-weight-decay."""
+    """How weight decay changes from --start-weight-decay to --end-weight-decay."""
     clip_grad: float = option(1.0, minimum=0, shrinks_to=0.05)
     """Largest global gradient norm; 0: no clipping."""
 
@@ -232,22 +234,22 @@ class OptimizerConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRatesConfig(Options):
-    """Learning rates, decay and rules that single parameters have."""
+    """Learning rates, weight decay and update rules of single groups of parameters."""
 
     decoupled_lr: float = option(0.0, minimum=0, shrinks_to=2e-2)
     """Highest learning rate of embeddings and the output head; 0: --lr."""
     decoupled_min_lr: float = option(0.0, minimum=0, needs={"decoupled_lr": ON})
-    """Their learning rate at the end of the decay."""
+    """Learning rate of embeddings and the output head at the end of the decay."""
     apply_wd_to_qk_layernorm: bool = option(False, needs={"qk_layernorm": ON})
-    """Decay the weights of the norms of queries and keys too."""
+    """Apply weight decay to the norms of queries and keys too."""
     layer_lr_decay: float = option(1.0, above=0, maximum=1)
-    """Factor on the learning rate of each layer, against that of the layer after it; embeddings
-    are before the first layer. For fine-tuning; 1: all alike."""
+    """Ratio of the learning rate of each layer to that of the next layer, for fine-tuning;
+    embeddings count as the layer before the first. 1: equal learning rates."""
     parameter_groups: tuple[str, ...] = ()
-    """Entries PATTERN KEY=VALUE ..., each quoted: a kind (embedding, head, norm, bias, router,
-    vector, matrix) or a pattern of logical names such as blocks.*.mlp.*, and what is set for
-    what matches: lr and min_lr (highest and last learning rate), lr_factor, decay_factor (of
-    --weight-decay), beta1, beta2 (of AdamW), optimizer=adam (of a matrix). Later ones win."""
+    """Entries PATTERN KEY=VALUE ..., each quoted. PATTERN is a kind (embedding, head, norm,
+    bias, router, vector, matrix) or a pattern of logical names such as blocks.*.mlp.*. Keys are
+    lr and min_lr (highest and last learning rate), lr_factor, decay_factor (of --weight-decay),
+    beta1, beta2 (of AdamW) and optimizer=adam (of a matrix). Later entries win."""
 
     rules = (
         Rule(
@@ -261,33 +263,33 @@ class ParameterRatesConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig(Options):
-    """How the learning rate moves; everything is counted in samples inside."""
+    """Learning-rate schedule; steps are converted to sequences internally."""
 
     lr_decay_style: DecayStyle = "linear"
     """Shape of the decay after the warm-up. power: (steps / --lr-power-iters) to the power
-    -(--lr-power); stages: those of --lr-stages, warm-up included."""
+    -(--lr-power); stages: the stages of --lr-stages, which include the warm-up."""
     lr_power: float = option(0.5, above=0, part_of={"lr_decay_style": "power"})
     """Exponent by which the learning rate falls; 0.5 is the inverse square root."""
     lr_power_iters: int = option(0, minimum=0, part_of={"lr_decay_style": "power"})
     """Steps at the highest learning rate, counted from the first step, before it falls; 0: the
     warm-up alone."""
     lr_stages: tuple[str, ...] = option((), part_of={"lr_decay_style": "stages"})
-    """Stages one after the other, each STYLE:STEPS:FACTOR, such as linear:100:1 constant:900:1
-    cosine:500:0.1 minus_sqrt:100:0: the learning rate goes from where it is, at first
-    --lr-warmup-init, to FACTOR times --lr as linear, cosine, exponential or minus_sqrt; after
-    the last stage it stays."""
+    """Consecutive stages STYLE:STEPS:FACTOR, such as linear:100:1 constant:900:1 cosine:500:0.1
+    minus_sqrt:100:0. Each moves the learning rate from its current value, at first
+    --lr-warmup-init, to FACTOR times --lr; styles are constant, linear, cosine, exponential and
+    minus_sqrt. After the last stage the learning rate is constant."""
     lr_decay_iters: int = option(0, minimum=0)
     """Steps after which --min-lr is reached; 0: the whole run."""
     lr_decay_samples: int = option(0, minimum=0, excludes={"lr_decay_iters": ON})
-    """The same in sequences; 0: the whole run."""
+    """Sequences after which --min-lr is reached; 0: the whole run."""
     lr_warmup_iters: int = option(0, minimum=0)
     """Steps of linear warm-up."""
     lr_warmup_samples: int = option(0, minimum=0, excludes={"lr_warmup_iters": ON})
-    """The same in sequences."""
+    """Sequences of linear warm-up."""
     lr_warmup_fraction: float = option(
         0.0, minimum=0, below=1, excludes={"lr_warmup_iters": ON, "lr_warmup_samples": ON}
     )
-    """The same as a share of the decay length."""
+    """Linear warm-up as a fraction of the decay's length."""
     lr_warmup_init: float = option(0.0, minimum=0)
     """Learning rate of the first step of a warm-up."""
     lr_wsd_decay_style: WsdDecayStyle = option(
@@ -302,13 +304,13 @@ class ScheduleConfig(Options):
         needs={"lr_decay_style": ("WSD", "power")},
         excludes={"lr_wsd_decay_iters": ON},
     )
-    """The same in sequences."""
+    """Sequences of the last part of a WSD schedule, or of a power schedule."""
     override_opt_param_scheduler: bool = False
-    """On resume, take the schedule from the flags though the checkpoint has another."""
+    """On resume, use the schedule of the flags even if the checkpoint has a different one."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False, excludes={"override_opt_param_scheduler": ON}
     )
-    """On resume, take the schedule from the checkpoint though the flags say another."""
+    """On resume, use the schedule of the checkpoint even if the flags give a different one."""
 
     rules = (
         Rule(
@@ -331,7 +333,7 @@ class ScheduleConfig(Options):
                 and (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction)
             ),
             "--lr-decay-style stages has its warm-up in --lr-stages, as in linear:100:1: leave "
-            "the other options of a warm-up out.",
+            "out --lr-warmup-iters, --lr-warmup-samples and --lr-warmup-fraction.",
         ),
     )
 
@@ -341,8 +343,8 @@ class EvalConfig(Options):
     """Validation during training."""
 
     eval_interval: int = option(0, minimum=0)
-    """Steps between validations; 0: none. A run that validates is scored on its test data, if
-    there are any, at its end."""
+    """Steps between validations; 0: none. A run that validates also scores its test data, if
+    there are any, at the end."""
     eval_iters: int = option(10, minimum=0)
     """Global batches of one validation; 0: no validation. Megatron's default: 100."""
     eval_at_start: bool = option(False, needs={"eval_interval": ON})
@@ -351,8 +353,8 @@ class EvalConfig(Options):
     """Validate the initial or loaded weights, score the test data if there are any, and end
     without a training step or a save."""
     eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
-    """Sequences in one forward pass of a validation, which keeps no activations and can take
-    more of them; the samples stay the same. 0: --micro-batch-size."""
+    """Sequences in one forward pass of a validation. It can be larger than in training, as no
+    activations are kept; the samples are the same. 0: --micro-batch-size."""
     eval_average_weights: bool = False
     """Validate, score tasks and write texts with the averaged weights of --ema-decay or
     --optimizer schedule_free. Training continues with its own weights, bit for bit."""
@@ -375,7 +377,7 @@ class EvalConfig(Options):
         Rule(
             ("eval_tasks",),
             lambda v: [
-                f"--eval-tasks {task} is no LAMBADA:FILE, WIKITEXT103:FILE or lm-eval:NAME."
+                f"--eval-tasks {task} must be LAMBADA:FILE, WIKITEXT103:FILE or lm-eval:NAME."
                 for task in v.eval_tasks
                 if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103", "lm-eval")
                 or not task.partition(":")[2]
@@ -399,12 +401,12 @@ class SampleConfig(Options):
     """Texts that the model writes while it trains."""
 
     sample_interval: int = option(0, minimum=0)
-    """Steps between texts; 0: none. Weights are copied to a serving layout in memory, without
-    files."""
+    """Steps between sample texts; 0: none. Weights are copied to a serving layout in memory,
+    without files."""
     sample_prompts: tuple[str, ...] = option(("",), part_of={"sample_interval": ON})
     """Prompts of the texts; an empty prompt starts a new document."""
     sample_num_tokens: int = option(64, minimum=1, part_of={"sample_interval": ON})
-    """Most tokens to write after each prompt."""
+    """Largest number of tokens to write after each prompt."""
     sample_temperature: float = option(0.8, above=0, part_of={"sample_interval": ON})
     """Divisor of the logits when tokens are drawn; below 1 likely tokens become likelier."""
 
@@ -419,7 +421,7 @@ class SampleConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig(Options):
-    """Where and when checkpoints are written."""
+    """Folder, interval and form of checkpoints."""
 
     save: str = ""
     """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
@@ -439,12 +441,12 @@ class SaveConfig(Options):
     the weights are copied and written. Each rank needs host memory for its share of one
     checkpoint."""
     async_save_timeout_minutes: float = option(10.0, above=0, part_of={"async_save": ON})
-    """Minutes without progress after which a write in the background is given up."""
+    """Minutes without progress after which a background write is abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig(Options):
-    """What a run starts from."""
+    """Checkpoint that a run starts from."""
 
     load: str = ""
     """Run folder or step folder to continue from, which also holds the shape of the model. If
@@ -453,9 +455,10 @@ class LoadConfig(Options):
     """Folder of the initial weights, used while --load holds no checkpoint; with --peft, folder
     of the base model."""
     auto_resume: bool = option(False, part_of={"save": ON})
-    """Continue from the newest step in --save; if there is none, start by the other flags."""
+    """Continue from the newest step in --save; if there is none, start as the other flags
+    specify."""
     ckpt_step: int = option(0, minimum=0, needs={"load": ON})
-    """Step to load from a run folder; 0: the latest."""
+    """Step to load from a run folder; 0: the latest step."""
     finetune: bool = option(False, needs={"load": ON})
     """Take only the weights: count steps, samples and the schedule from zero."""
     load_optim: bool = True
@@ -463,47 +466,49 @@ class LoadConfig(Options):
     load_rng: bool = True
     """Continue with the checkpoint's random streams."""
     load_checksums: bool = True
-    """Check the bytes that are read against the checksums they were saved with."""
+    """Compare the bytes that are read with the checksums of the checkpoint."""
     exit_on_missing_checkpoint: bool = option(False, needs={"load": ON})
     """End with an error if the folder holds no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig(Options):
-    """What is reported, where, and how often."""
+    """Reports, loggers and measurements of a run."""
 
     log_interval: int = option(100, minimum=1)
     """Steps between log lines; the first step always has one."""
     metrics_file: str = ""
-    """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
+    """File of the logged numbers as JSON lines; empty: metrics.jsonl below --save."""
     tensorboard: bool = False
     """Write TensorBoard scalars."""
     tensorboard_dir: str = option("", part_of={"tensorboard": ON})
-    """Folder of TensorBoard's files, which turns --tensorboard on; empty: tensorboard/ below
-    --save."""
+    """Folder of TensorBoard's files; giving it turns --tensorboard on. Empty: tensorboard/
+    below --save."""
     tensorboard_queue_size: int = option(1000, minimum=1, part_of={"tensorboard": ON})
-    """Numbers that wait for one write to TensorBoard's files."""
+    """Numbers that are buffered before a write to TensorBoard's files."""
     loggers: tuple[LoggerName, ...] = ()
-    """Services that get the numbers too, each by an extra of its name: mlflow, trackio and
-    opentelemetry by their own environment variables, prometheus as metrics.prom in --save."""
+    """Further loggers of the numbers, each an extra of its name: mlflow, trackio and
+    opentelemetry are configured by their own environment variables, prometheus writes
+    metrics.prom in --save."""
     wandb_project: str = ""
-    """Project of Weights & Biases that gets the numbers; empty: none. WANDB_MODE=offline keeps
-    them on this host."""
+    """Project of Weights & Biases to which the numbers are logged; empty: none.
+    WANDB_MODE=offline keeps them on this host."""
     wandb_exp_name: str = option("", part_of={"wandb_project": ON})
-    """Name of the run there; empty: one is made up."""
+    """Name of the run in Weights & Biases; empty: a generated name."""
     wandb_entity: str = option("", part_of={"wandb_project": ON})
-    """User or team there; empty: the user's own."""
+    """User or team in Weights & Biases; empty: the user's default."""
     wandb_save_dir: str = option("", part_of={"wandb_project": ON})
-    """Folder of its files on this host; empty: wandb/ below --save."""
+    """Folder of Weights & Biases' files on this host; empty: wandb/ below --save."""
     waterfall_interval: int = option(100, minimum=0)
-    """Steps between two whose time is divided into compute, exposed communication by axis,
-    bubble, data, host, optimizer and checkpoint, with alarms; 0: none."""
+    """Steps between two measured steps, whose time is divided into compute, exposed
+    communication by axis, bubble, data, host, optimizer and checkpoint, with alarms; 0:
+    none."""
     layer_statistics_interval: int = option(0, minimum=0)
-    """Steps between two of which norms of weights, gradients, updates and activations, shares
-    of zeros and the largest attention logit are measured by layer; 0: none."""
+    """Steps between measurements of each layer: norms of weights, gradients, updates and
+    activations, shares of zeros and the largest attention logit; 0: none."""
     health_port: int = option(0, minimum=0)
     """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
-    such endpoint."""
+    endpoint."""
 
     rules = (
         Rule(
@@ -514,7 +519,7 @@ class LogConfig(Options):
         Rule(
             ("tensorboard", "tensorboard_dir", "save"),
             lambda v: v.tensorboard and "://" in (v.tensorboard_dir or v.save),
-            "--tensorboard writes to a folder only: give --tensorboard-dir one.",
+            "--tensorboard cannot write to a URL: give --tensorboard-dir a folder.",
         ),
         Rule(
             ("loggers", "save"),
@@ -537,7 +542,7 @@ def unrecordable_experts(values: Any) -> Iterator[str]:
     is_spread = ranks > 1 or values.expert_tensor_size > 1
     if is_spread and not (kind in ("allgather", "symmetric") and is_one_part):
         yield (
-            f"{name} cannot record experts that exchange tokens in other numbers each step: "
+            f"{name} cannot record an exchange of tokens whose sizes change at each step: "
             "leave it out, or use --moe-token-dispatcher-type allgather or symmetric and "
             f"--moe-expert-rows-limit {ranks}."
         )
@@ -577,14 +582,15 @@ class MemoryConfig(Options):
     """Record which line allocated each tensor, and write torch's snapshot of a rank that runs
     out of GPU memory; mcore-train memory prints it by class of tensors."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File of the snapshot; each rank adds its number, as in snapshot.rank3.pickle."""
+    """File of the snapshot; each rank adds its number to the name, as in
+    snapshot.rank3.pickle."""
     memory_snapshot_step: int = option(0, minimum=0, needs={"record_memory_history": ON})
-    """Step after which each rank writes its snapshot too; 0: only out of memory."""
+    """Step after which each rank also writes a snapshot; 0: only when out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig(Options):
-    """Profiles of some steps."""
+    """Profile of a range of steps."""
 
     profile: bool = option(False, needs={"save": ON})
     """Profile some steps with torch's profiler, into profiles/ below --save; under nsys, mark
@@ -613,58 +619,59 @@ class ProfileConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Options):
-    """The process: seed, device, when to stop early."""
+    """Seed, device, early stops, CUDA graphs and checks of a process."""
 
     seed: int = option(1234, minimum=0, below=2**32)
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: CUDA where present."""
+    """Device to compute on; auto: CUDA if present."""
     exit_interval: int = option(0, minimum=0)
-    """Save and end after a step that this divides; 0: never."""
+    """Save and end after the first step that is a multiple of this; 0: never."""
     exit_duration_in_mins: float | Literal["auto"] = option(0.0, minimum=0)
     """Save and end this many minutes after the program's start; 0: never; auto: before Slurm
     ends the job (SLURM_JOB_END_TIME), by 5 minutes or twice the longest save so far."""
     exit_signal: tuple[ExitSignal, ...] = ("SIGUSR1", "SIGUSR2")
-    """Signals that save and end a run as SIGTERM and SIGINT always do: batch systems warn with
-    them. Megatron's default: SIGTERM."""
+    """Further signals on which a run saves and ends, as it always does on SIGTERM and SIGINT;
+    batch systems send such signals as a warning. Megatron's default: SIGTERM."""
     deterministic_mode: bool = option(
         False,
         excludes={
             "attention_backend": Because(
-                "whose backward adds in any order",
+                "whose backward sums in a varying order",
                 "fused",
                 instead="use flash4, flash or unfused",
             )
         },
     )
     """Use only algorithms that give the same bits in every run with the same number of ranks;
-    slower. On a CPU every run is repeatable anyway."""
+    slower. On a CPU every run is repeatable without it."""
     check_for_nan_in_loss_and_grad: bool = True
-    """End the run, and save nothing more, when the gradient norm is nan or infinite."""
+    """End the run without a further save when the gradient norm is nan or infinite."""
     check_weight_hash_across_dp_replicas_interval: int = option(0, minimum=0)
-    """Steps after which the copies of weights on data-parallel ranks, and tied ones, are
-    compared to the last bit, and a run whose copies differ ends; 0: in the first step only."""
+    """Steps between bitwise comparisons of the copies of weights on data-parallel ranks and of
+    tied weights; a difference ends the run. 0: in the first step only."""
     cuda_graph_impl: Literal["none", "full_iteration", "local"] = option(
         "none",
         excludes={
-            "cpu_offloading": Because("whose copies the host orders"),
+            "cpu_offloading": Because("whose copies the host schedules"),
             "moe_router_load_balancing_type": Because(
                 "as no graph can record rounds that the host waits for", "sinkhorn"
             ),
         },
         selects_path="graphs.{cuda_graph_impl}",
     )
-    """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
-    where kernels are shorter than their launches, as in small models. Or a graph for each layer
-    and micro-batch in flight (local), for pipelines and recomputed norms too; not timed yet.
-    The same bits. A recorded step waits for all gathers of --overlap-param-gather first."""
+    """CUDA graphs of forward and backward, which compute the same bits. full_iteration: one
+    graph of a whole step, faster if kernels are shorter than their launches, as in small
+    models. local: a graph for each layer and micro-batch in flight, also for pipelines and
+    recomputed norms; not timed yet. A recorded step first waits for all gathers of
+    --overlap-param-gather."""
     cuda_graph_warmup_steps: int = option(
         3, minimum=1, part_of={"cuda_graph_impl": ("full_iteration", "local")}, shrinks_to=1
     )
     """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = option(100, minimum=0)
-    """Steps after which all ranks collect Python's garbage together, and never else; 0: each
-    rank by Python's own thresholds. Megatron's default: 0."""
+    """Steps between Python's garbage collections, which all ranks do in the same step; 0: each
+    rank collects by Python's own thresholds. Megatron's default: 0."""
 
     rules = (
         Rule(
@@ -685,7 +692,7 @@ class RunConfig(Options):
         Rule(
             ("cuda_graph_impl", "num_experts", "parallel_residual"),
             lambda v: [
-                f"{line} Beside attention (--parallel-residual) they cannot be left out."
+                f"{line} With --parallel-residual experts are always part of the graph."
                 for line in unrecordable_experts(v)
                 if v.num_experts
                 and v.cuda_graph_impl == "local"
@@ -704,7 +711,7 @@ class RunConfig(Options):
             Rule(
                 ("cuda_graph_impl", name),
                 lambda v, name=name: v.cuda_graph_impl == "local" and getattr(v, name) > 1,
-                f"--cuda-graph-impl local was not tried on GPUs with {flag(name)} {{{name}}}, "
+                f"--cuda-graph-impl local is not tested on GPUs with {flag(name)} {{{name}}}, "
                 "whose messages would be in the graphs: leave out one of the two.",
             )
             for name in ("tensor_model_parallel_size", "context_parallel_size")
@@ -712,7 +719,7 @@ class RunConfig(Options):
         Rule(
             ("cuda_graph_impl", "is_causal"),
             lambda v: v.cuda_graph_impl == "local" and not v.is_causal,
-            "--cuda-graph-impl local records layers of mcore-train gpt alone: leave it out.",
+            "--cuda-graph-impl local records only layers of mcore-train gpt: leave it out.",
         ),
         Rule(
             ("cuda_graph_impl", "splits_backward", "overlap_moe_expert_parallel_comm"),
@@ -751,51 +758,51 @@ class RunConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchConfig(Options):
-    """What is watched while a run trains: hangs, slow ranks, wrong results."""
+    """Detection of hangs, slow ranks and wrong results."""
 
     end_on_hang: bool = False
-    """End the run when a step takes twice the longest step before it and 5 s, so that a
-    launcher starts it again; off: such a step is logged with the ranks that hold it up, and
+    """End the run when a step takes longer than twice the longest step before it plus 5 s, so
+    that a launcher restarts it; off: such a step is logged with the ranks that delay it, and
     the collectives' timeout (--distributed-timeout-minutes) ends the run."""
     log_straggler: bool = False
-    """Score each rank against the others at an interval, and name ranks that stay slow with
-    their hosts: matrix products, messages to a neighbour, waits for data, and on a CPU the
-    rank's own part of a step."""
+    """Score the speed of each rank against the others at an interval, and report ranks that
+    stay slow with their hosts. Scored are matrix products, messages to a neighbour, waits for
+    data, and on a CPU the rank's own part of a step."""
     straggler_interval: int = option(10, minimum=1, part_of={"log_straggler": ON})
-    """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A slow
-    rank is named after two."""
+    """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A rank
+    is reported after two slow scores."""
     straggler_threshold: float = option(0.7, above=0, below=1)
-    """Rate, as a share of the median of other ranks, below which a rank is slow; of the work in
-    a step of --waterfall-interval, and of what --log-straggler scores."""
+    """Speed, as a share of the median of the other ranks, below which a rank is slow; for the
+    work in a step of --waterfall-interval, and for what --log-straggler scores."""
     rerun_on_mismatch: bool = option(
         False,
         excludes={
-            "fp16": Because("whose scaled gradients overflow in sound steps"),
+            "fp16": Because("whose scaled gradients overflow in healthy steps"),
             "num_experts": Because("whose routers would count tokens twice"),
             "cuda_graph_impl": Because(
-                "which does not launch a step singly", "full_iteration", "local"
+                "which replays steps as graphs", "full_iteration", "local"
             ),
             "is_fully_sharded": Because("where no rank holds the gradients of its own batch"),
         },
     )
-    """Compute a step again, by the same ranks and by all replicas of the model, if its gradient
-    norm is not finite or a spike, or if replicas of weights differ. A rank whose device
-    computes wrongly is named, and the run ends; an error that happened once is mended."""
+    """Compute a step again, on the same ranks and on all replicas of the model, if its gradient
+    norm is not finite or a spike, or if replicas of weights differ. If a device computes wrong
+    results, its rank is reported and the run ends; a transient error is corrected."""
     spike_factor: float = option(10.0, above=1, part_of={"rerun_on_mismatch": ON})
     """A gradient norm above so many times the largest of the last 128 steps is a spike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeConfig(Options):
-    """What is done with steps that would spoil a run: spikes of loss or gradient norm."""
+    """Reaction to spikes of the loss or gradient norm."""
 
     spike_policy: Literal["none", "skip", "rewind", "stop"] = "none"
-    """What is done with a step whose loss or gradient norm is above the mean of the last
+    """Reaction to a step whose loss or gradient norm is above the mean of the last
     --spike-window steps by --spike-sigmas standard deviations, or not finite. Such a step never
-    changes weights or optimizer. skip: go on with the next batch; for single bad documents.
-    rewind: take weights and optimizer from a checkpoint and go on with the next batch; where
-    the loss does not recover, or has grown for some steps before. stop: save and end the run.
-    Each spike is a line of spikes.jsonl in --save, which mcore-train explain reads."""
+    changes weights or optimizer. skip: continue with the next batch, for single bad documents.
+    rewind: load weights and optimizer from a checkpoint and continue with the next batch, if
+    the loss does not recover or grew for some steps before. stop: save and end the run. Each
+    spike is a line of spikes.jsonl in --save, which mcore-train explain reads."""
     spike_sigmas: float = option(
         6.0, above=0, part_of={"spike_policy": ("skip", "rewind", "stop")}
     )
@@ -803,18 +810,21 @@ class SpikeConfig(Options):
     spike_window: int = option(
         128, minimum=16, part_of={"spike_policy": ("skip", "rewind", "stop")}, shrinks_to=16
     )
-    """Last steps that a step is compared with. Until so many are known, only numbers that are
-    not finite are spikes. A spike counts among them as the limit that it was above."""
+    """Number of last steps with which a step is compared; before so many steps, only numbers
+    that are not finite are spikes. A spike enters the window with the limit that it
+    exceeded."""
     spike_limit: int = option(10, minimum=1, part_of={"spike_policy": ("skip", "rewind")})
-    """Spikes within --spike-window steps after which the run ends, since it has another cause
+    """Spikes within --spike-window steps that end the run, since so many have another cause
     than single documents."""
     spike_rewind_steps: int = option(100, minimum=1, part_of={"spike_policy": "rewind"})
-    """Steps before a spike that the weights go back, at least: to the newest checkpoint that is
-    so old, or to the oldest there is. PaLM went back about 100 steps (arXiv:2204.02311)."""
+    """Least number of steps before a spike to which the weights return: the newest checkpoint
+    that is old enough is used, or else the oldest. PaLM went back about 100 steps
+    (arXiv:2204.02311)."""
     iterations_to_skip: tuple[int, ...] = ()
-    """Steps whose batches are read and left out, as in Megatron by the steps done before: 41
-    leaves out the step that the log calls iteration 42. Weights, optimizer and learning-rate
-    schedule stay. mcore-train explain prints the number of each spike."""
+    """Steps whose batches are read but not trained on, numbered as in Megatron by the steps
+    done before: 41 skips the step that is logged as iteration 42. Weights, optimizer and
+    learning-rate schedule do not change. mcore-train explain prints the number of each
+    spike."""
 
     rules = (
         Rule(
@@ -827,7 +837,7 @@ class SpikeConfig(Options):
             ("spike_policy", "save_optim"),
             lambda v: v.spike_policy == "rewind" and not v.save_optim,
             "--spike-policy rewind goes back to the optimizer of a checkpoint too: leave "
-            "--no-save-optim out.",
+            "out --no-save-optim.",
         ),
         Rule(
             ("iterations_to_skip",),
@@ -839,36 +849,38 @@ class SpikeConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig(Options):
-    """How this command itself is read and started."""
+    """Sources of options, local ranks and dry runs."""
 
     model: str = ""
-    """Begin from the shape of a published model, such as llama-3-8b: see mcore-models list."""
+    """Published model whose shape is the default of the model's options, such as llama-3-8b;
+    mcore-models list prints all."""
     recipe: tuple[str, ...] = ()
-    """TOML files of options, laid over each other from left to right, then the flags."""
+    """TOML files of options. Later files override earlier files, and flags override all
+    files."""
     megatron_defaults: bool = False
-    """Take Megatron's defaults of the model where options are left out: LayerNorm, learned
-    positions, biases, GELU without a gate, dropout of 0.1 (and of --multi-latent-attention and
-    --fp8-format). A --load checkpoint's model wins over them."""
+    """Use Megatron's defaults for options of the model that are left out: LayerNorm, learned
+    positions, biases, GELU without a gate, dropout of 0.1 (also for --multi-latent-attention
+    and --fp8-format). The model of a --load checkpoint overrides them."""
     nproc: int = option(0, minimum=0)
-    """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+    """Ranks to start on this host; 0: only this process, or the ranks that torchrun started."""
     find_micro_batch_size: bool = False
-    """Take the fastest micro-batch that fits, which the planner proposes and one step, trained
-    and forgotten, confirms; --micro-batch-size auto is the same."""
+    """Use the fastest micro-batch size that fits: the planner proposes a size, and one
+    discarded training step confirms it. Equal to --micro-batch-size auto."""
     dry_run: bool = False
-    """Resolve the run of --world-size ranks on one CPU, print its groups, schedule, bytes,
-    checkpoint and data, and train nothing."""
+    """Resolve the run of --world-size ranks on one CPU, and print its groups, schedule, bytes,
+    checkpoint and data without training."""
     world_size: int = option(0, minimum=0, needs={"dry_run": ON})
-    """Ranks that --dry-run resolves; 0: --nproc, or one."""
+    """Ranks of the world that --dry-run resolves; 0: --nproc, or one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyConfig(Options):
-    """How ``mcore-train verify`` checks a layout."""
+    """Output and size of ``mcore-train verify``."""
 
     certificate: str = ""
     """File for the result as JSON, also of a verification that stops early; empty: only the
     table is printed."""
     quiet: bool = False
-    """Print only what failed and the verdict."""
+    """Print only failed checks and the verdict."""
     max_ranks: int = option(8, minimum=1)
     """Ranks of the small run; larger degrees are halved until it fits."""

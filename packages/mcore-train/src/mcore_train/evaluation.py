@@ -1,6 +1,6 @@
 """Validation, test data, sample texts and zero-shot tasks of a run, and when each is due.
 
-A loss is the total loss over the total of tokens, never a mean of means.
+A reported loss is the sum of token losses over the number of tokens, never a mean of means.
 """
 
 import logging
@@ -52,20 +52,20 @@ class Score:
         return math.exp(min(20.0, self.loss))
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Return the code length in bits for each of the text's bytes."""
+        """Return the loss in bits for each byte of the text."""
         return self.loss_sum / math.log(2) / num_bytes
 
 
 class Evaluations:
     """All evaluations of one run, a context manager; all ranks call every method together.
 
-    Their time is not part of the step time.
+    The time of evaluations is not part of the step time.
     """
 
     def __init__(
         self, run: Run, observers: RunObservers, between_batches: Callable[[], None]
     ) -> None:
-        """Build nothing yet.
+        """Store the run; ``__enter__`` builds the serving layouts.
 
         Args:
             run: its weights are not changed.
@@ -245,7 +245,7 @@ def evaluate(
 
 
 def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
-    """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
+    """Add losses and token counts of micro-batches to ``totals``, on the last stage only."""
     objective = run.objective
 
     def add(_model: TrainableModel, output: Payload, microbatch: int) -> None:

@@ -39,10 +39,11 @@ def train(
 ) -> bool:
     """Train to the end of the plan, or until a signal or a time limit stops the run.
 
-    A step is saved before it is validated or writes texts, so that a kill in either loses no
-    step; once the run is to stop, they end between two batches or tokens. Before a save,
-    gradients are checked to be finite and replicas of weights to be equal. A run that
-    validates and has test data scores them at the end of the plan, after the last save.
+    A step is saved before validation and sample texts, so that a run that is killed there loses
+    no step; a request to stop ends validation and texts between two batches or tokens. Before a
+    save, gradients are checked to be finite and replicas of weights to be equal. A run that
+    validates and has test data scores the test data at the end of the plan, after the last
+    save.
 
     Args:
         run: changed in place; continues after ``run.progress.iteration``.
@@ -53,11 +54,11 @@ def train(
         sections: report steps and saves to the monitors of ft_launcher.
 
     Returns:
-        True if all steps were done, of which --eval-only has none; False if a signal or a time
-        limit ended the run before.
+        True if all steps were done (--eval-only has none); False if a signal or a time limit
+        ended the run first.
 
     Raises:
-        NonFiniteError: on all ranks, if gradients are not finite any more.
+        NonFiniteError: on all ranks, if a gradient is not finite.
         SpikeError: on all ranks, if a spike ends the run; the step is saved.
         UnlikeWeightsError: on all ranks, if replicas of weights differ.
     """
@@ -149,7 +150,7 @@ def one_step(
     rerun: Rerun | None = None,
     spikes: SpikePolicy | None = None,
 ) -> StepResult:
-    """Train on the next batch, by the schedule's rates for it, and count the step.
+    """Train on the next batch at the schedule's learning rates, and count the step.
 
     Args:
         run: changed in place: weights, optimizer state and progress.
@@ -173,9 +174,11 @@ def one_step(
             return backward(run, batch)
 
     losses = compute()
+    # Whether the step before was a spike is known only now, while this backward runs. If the
+    # spike rewound the weights, the gradients of this batch are computed again.
     if spikes is not None and spikes.settle():
         losses = compute()
-    # The schedule does not count a spike, so its place is known only now.
+    # The schedule leaves out spikes, so read the sample count after ``settle``.
     options, samples = run.plan.config, progress.schedule_samples
     factor = batch_lr_factor(options.batch, batch_size, run.plan.global_batch_size)
     rates = named_rates(options.parameter_rates, schedule, samples)
@@ -200,9 +203,9 @@ def pass_over(
     """Read the next batch and count its step; nothing else of the run changes.
 
     Args:
-        run: changed in place: its progress alone.
+        run: only its progress is changed.
         batches: this rank's micro-batches of one step after another.
-        spikes: keep the ledger.
+        spikes: records the skipped batch.
     """
     batch_size = run.plan.ramp.size_at(run.progress.consumed_train_samples)
     with run.ctx.clock.span("data"):

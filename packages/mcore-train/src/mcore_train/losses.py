@@ -1,8 +1,9 @@
-"""Computes the share of a micro-batch in the step's loss.
+"""Places micro-batches on a rank, and computes the weight of each token in the step's loss.
 
-Everything sums. The loss of a micro-batch on a rank is the sum of its token losses divided
-by the valid tokens of the whole step, over all micro-batches, data and context ranks. That
-count is taken before the first forward pass, so any split of a batch gives one gradient.
+All losses are sums. The loss of a micro-batch on a rank is the sum of its token losses divided
+by the valid tokens of the whole step, over all micro-batches, data and context ranks. These
+tokens are counted before the first forward pass, so the gradient does not depend on how the
+batch is split.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +24,8 @@ class StepLosses:
     """Sums of the losses of a step's micro-batches on this rank, without gradients.
 
     Attributes:
-        named: each loss of the model, by its name; its coefficient left out.
-        aux_loss: what experts add.
+        named: losses of the objective by name, without their coefficients.
+        aux_loss: auxiliary losses of experts.
     """
 
     def __init__(self, device: torch.device, names: Collection[str]) -> None:
@@ -52,30 +53,32 @@ def place(
 
     Args:
         batch: the entries and, if they are used, position_ids; batch first. With cu_seqlens,
-            [B, n] and on the CPU, rows are packed (``Documents``) and position_ids count.
+            [B, n] and on the CPU, rows are packed (``Documents``) and position_ids are used.
         ctx: the layout.
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
         entries: of the model.
-        read: entries that this rank's pipeline stages read, which the batch must have. Of the
-            others only the shape is kept, on the meta device, and only if they are there.
+        read: entries that this rank's pipeline stages read, which the batch must have. Other
+            entries of the batch become meta tensors, which keep only their shape.
     """
     documents = None
     if "cu_seqlens" in batch:
         packed = Documents.from_cu_seqlens(batch["cu_seqlens"])
         documents = None if packed.are_whole_rows else packed
 
-    def part(name: str, entry: Entry) -> Tensor:
+    def place_entry(name: str, entry: Entry) -> Tensor:
         device = ctx.device if name in read else torch.device("meta")
-        whole = batch[name].to(device, non_blocking=True)
-        return zigzag_split(whole, ctx.cp, 1) if entry.is_cut and whole.dim() > 1 else whole
+        tensor = batch[name].to(device, non_blocking=True)
+        return zigzag_split(tensor, ctx.cp, 1) if entry.is_cut and tensor.dim() > 1 else tensor
 
     has_positions = has_own_positions or documents is not None
-    kept = {n: part(n, entry) for n, entry in entries.items() if n in read or n in batch}
+    placed_entries = {
+        n: place_entry(n, entry) for n, entry in entries.items() if n in read or n in batch
+    }
     positions = batch.get("position_ids") if has_positions else None
     if positions is not None:
         positions = zigzag_split(positions.to(ctx.device, non_blocking=True), ctx.cp, 1)
-    return MicroBatch(kept, positions, documents)
+    return MicroBatch(placed_entries, positions, documents)
 
 
 def count_valid(
@@ -88,7 +91,7 @@ def count_valid(
         ctx: the layout.
 
     Returns:
-        By name of the loss, in float64, on the device. A step without any gives 0.
+        Sums by name of the loss, float64, on the device; 0 for a step without valid tokens.
     """
     names = list(masks[0])
     sums = [

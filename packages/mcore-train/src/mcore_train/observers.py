@@ -1,4 +1,4 @@
-"""What observes a training run: measurements, reports and monitors, called in one place.
+"""Calls all observers of a training run: measurements, reports and monitors.
 
 The training loop calls four hooks of ``RunObservers``: ``step`` is the context of a step,
 ``before_update`` and ``after_step`` are called once in it and after it, ``report`` is called at
@@ -40,7 +40,7 @@ class RunObservers:
 
     Attributes:
         reporter: where reports go.
-        sections: the monitors of ft_launcher, which learn of steps and saves.
+        sections: reports steps and saves to the monitors of ft_launcher.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunObservers:
         """Build the observers that the options name; gathers hosts for ``--log-straggler``.
 
         Args:
-            run: is observed from its next step on.
+            run: observed from its next step on.
             reporter: entered and left by the caller.
             watch: finds hangs.
             sections: entered and left by the caller.
@@ -112,7 +112,7 @@ class RunObservers:
         Args:
             step: its number.
             result: of the step.
-            poll_saves: moves saves in the background on, whose time is part of the step.
+            poll_saves: advances saves in the background; its time is part of the step.
         """
         self._interval.add(result)
         self._collector.after_step(step)
@@ -175,9 +175,9 @@ class RunObservers:
         """A context around a save.
 
         Args:
-            is_async: whether the save goes on in the background. Its start is part of the step
-                and does not wait for the device, but may wait for the save before it, which
-                is no hang.
+            is_async: whether the save is in the background. Its start is part of the step and
+                does not wait for the device. It may wait for the save before it, which does not
+                count as a hang.
         """
         pause = self._watch.between_steps() if is_async else self._interval.paused()
         with self._step_watch.saving(), self.sections.checkpointing(is_save=True), pause:

@@ -1,4 +1,4 @@
-"""The pipeline stages of one rank: takes micro-batches through them, by a cached schedule.
+"""Runs micro-batches through the pipeline stages of one rank, by a cached schedule.
 
 A rank without pipeline neighbours has one stage, and its schedule has no messages.
 """
@@ -39,10 +39,10 @@ class Pipeline:
     """Runs micro-batches through this rank's stages: with gradients, or forward only.
 
     Attributes:
-        weight_queue: holds the weight gradients that linears put off, for schedules that split
-            backward; None where backward is whole.
-        overlap: runs a forward beside a backward (``--overlap-moe-expert-parallel-comm``);
-            None where one pass follows the other.
+        weight_queue: deferred weight gradients of linears, for schedules that split backward;
+            None for other schedules.
+        overlap: runs a forward and a backward pass concurrently
+            (``--overlap-moe-expert-parallel-comm``); None if passes run one after the other.
         built_actions: this rank's part of each schedule used so far, by its kind (``train`` or
             ``evaluate``) and number of micro-batches. Thousands of actions are built once.
     """
@@ -54,10 +54,10 @@ class Pipeline:
         chunks: Sequence[TrainableModel],
         dtype: torch.dtype,
     ) -> None:
-        """Let the layers of ``chunks`` put off weight gradients or pause at their exchanges.
+        """Attach the weight queue and the overlap to layers, if the schedule uses them.
 
-        Comes before the data-parallel engine, which learns from the weights when their
-        gradients are complete. No communication.
+        Must run before the data-parallel engine is built, which reads from the weights when
+        their gradients are complete. No communication.
         """
         self._config, self._ctx, self._chunks, self._dtype = config, ctx, chunks, dtype
         self.built_actions: dict[tuple[str, int], Sequence[Action]] = {}
@@ -126,7 +126,7 @@ class Pipeline:
         self._run("evaluate", stages, batches)
 
     def actions(self, kind: str, num_microbatches: int) -> Sequence[Action]:
-        """Return this rank's part of the schedule for so many micro-batches."""
+        """Return this rank's actions in the schedule of ``num_microbatches`` micro-batches."""
         key = kind, num_microbatches
         if key not in self.built_actions:
             pp, options = self._ctx.pp, self._config.pipeline
@@ -146,10 +146,10 @@ class Pipeline:
     def payload_shape(
         self, batches: Sequence[MicroBatch], microbatch: int, sender: int
     ) -> PayloadShape:
-        """Return the shape of what the stage ``sender`` sends on, as this rank holds it.
+        """Return the local shape of the activations that stage ``sender`` sends.
 
-        Read off the micro-batch, which every stage has, so that lengths may differ from one
-        micro-batch to the next without a message.
+        The shape follows from the micro-batch, which every stage has, so that lengths may
+        differ from one micro-batch to the next without a message.
         """
         cuts = self._ctx.tp.size if self._config.parallelism.sequence_parallel else 1
         return self._chunks[0].payload_shape(batches[microbatch], sender, cuts)

@@ -31,9 +31,9 @@ from mcore_train.batches.batch_ramp import build_ramp
 from mcore_train.composition import TrainConfig, parts
 
 FLOPS = 500e12
-"""Of a GPU in a second, as an H200 reaches in bf16 layers."""
+"""FLOP/s of one GPU, as an H200 reaches in bf16 layers."""
 LINK_BYTES = 50e9
-"""Of a message in a second: one port of 400 Gbit/s."""
+"""Bytes/s of a message: one port of 400 Gbit/s."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 def choose_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, num_microbatches: int
 ) -> TrainConfig:
-    """Replace the schedule ``auto`` by the fastest, and log the candidates.
+    """Return the config with ``auto`` replaced by the fastest schedule; logs the candidates.
 
     Args:
         config: all options, whose only conflicts may be those of a schedule.
@@ -86,8 +86,10 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     length, layers = batch.seq_length, family.num_layers(model)
 
     def forward(seq_length: int, vocabulary: int) -> float:
+        # flops_per_token counts a forward and a backward of twice its operations.
         return family.flops_per_token(model, vocabulary, seq_length, config.experts) / 3
 
+    # Per token: matrix products of all layers, attention scores and values, output head.
     gemm = forward(1, 0)
     core = forward(length, 0) - gemm
     head = forward(1, vocab_size) - gemm
@@ -98,7 +100,7 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     width = 2 * model.hidden_size / (tp if parallel.sequence_parallel else 1)
     return Costs(
         layer={kind: unit * cost / layers for kind, cost in zip(kinds, layer, strict=True)},
-        # Head and loss make all their gradients at once.
+        # Head and loss compute input and weight gradients in one backward.
         loss=dict(zip(kinds, (unit * head, 2 * unit * head, 0.0), strict=True)),
         message=tokens * width / LINK_BYTES,
     )
@@ -111,7 +113,7 @@ def estimate_memory(
     vocab_size: int,
     num_microbatches: int,
 ) -> RankBytes:
-    """Estimate the memory of the fullest rank, by its kinds."""
+    """Estimate the bytes of the rank that needs most memory, by kind."""
     batch, pp = config.batch, config.parallelism.pipeline_model_parallel_size
     return run_bytes(
         config,
@@ -129,7 +131,7 @@ def estimate_memory(
 
 
 def optimizer_choice(config: TrainConfig) -> OptimizerChoice:
-    """Return the optimizer of a run, as its memory is counted."""
+    """Return the options of a run's optimizer on which its memory depends."""
     return OptimizerChoice(
         name=config.optimizer.optimizer,
         adam=config.adam,
@@ -140,7 +142,7 @@ def optimizer_choice(config: TrainConfig) -> OptimizerChoice:
 
 
 def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
-    """List the logical tensors, or what they sum to by kind where single ones do not matter."""
+    """Return shapes of the logical tensors, summed by kind unless single tensors matter."""
     model, experts = config.model, without_exchange(config.experts)
     has_matrices = config.optimizer.optimizer in MATRIX_OPTIMIZERS
     if config.peft.peft != "none" or config.fp8.fp8_format or has_matrices:
@@ -175,7 +177,7 @@ def _summed_shapes(
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
-    """Return why a schedule is refused: by a batch of the ramp or other options; or empty."""
+    """Return why a batch of the ramp or other options reject a schedule; empty if none does."""
     ramp, final = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp and final:
         pp = config.parallelism.pipeline_model_parallel_size
@@ -185,10 +187,10 @@ def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: in
 
 
 def _cap_bytes(text: str) -> float:
-    """Read a GPU's name, of which nine tenths may be planned with, or GiB."""
-    known = GPU_GIB.get(text.lower().replace("_", "-"))
+    """Return the bytes of --pipeline-memory-cap: GiB, or 90 % of a GPU's memory by its name."""
+    gpu_gib = GPU_GIB.get(text.lower().replace("_", "-"))
     try:
-        gib = USABLE * known if known else float(text or "inf")
+        gib = USABLE * gpu_gib if gpu_gib else float(text or "inf")
     except ValueError:
         gib = 0.0
     if gib <= 0:
@@ -207,8 +209,8 @@ def _nothing_fits(candidates: list[Candidate], pipeline: PipelineConfig) -> str:
     reasons = "; ".join(f"{', '.join(names)}: {text}" for text, names in problems.items())
     cap = pipeline.pipeline_memory_cap
     if not cap:
-        return f"--pipeline-schedule auto can use no schedule ({reasons})."
+        return f"--pipeline-schedule auto: every schedule is rejected ({reasons})."
     return (
-        f"--pipeline-schedule auto finds nothing for --pipeline-memory-cap {cap} ({reasons}): "
+        f"--pipeline-schedule auto: no schedule fits --pipeline-memory-cap {cap} ({reasons}): "
         "raise the cap, or split or recompute more."
     )

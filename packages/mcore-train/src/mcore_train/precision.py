@@ -34,9 +34,9 @@ def torch_dtype(name: Dtype) -> torch.dtype:
 def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
     """Replace ``--precision auto`` by a format that this rank's device supports.
 
-    Other configs stay as they are, and no device is looked at. All ranks compare their options
-    once they have met, so that GPUs of two kinds end with an error. A rank beyond the host's
-    GPUs takes the last one's format: ``launcher.initialize`` refuses it.
+    Other configs are returned unchanged. All ranks compare their options after they have
+    joined, so that GPUs of two kinds end with an error. A rank beyond the number of the host's
+    GPUs takes the format of the last GPU; ``launcher.initialize`` reports the missing GPU.
 
     Raises:
         ValueError: if the options are those of another format.
@@ -46,13 +46,13 @@ def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
         return config
     capability, name = None, "the CPU"
     if config.run.device != "cpu" and torch.cuda.is_available():
-        place = min(local_rank, torch.cuda.device_count() - 1)
-        capability = torch.cuda.get_device_capability(place)
-        name = torch.cuda.get_device_name(place)
+        device_index = min(local_rank, torch.cuda.device_count() - 1)
+        capability = torch.cuda.get_device_capability(device_index)
+        name = torch.cuda.get_device_name(device_index)
     chosen = best_format(capability)
     log.info("--precision auto: %s on %s", chosen, name)
-    named = {} if chosen == "fp32" else {chosen: True}
-    return replace(config, precision=replace(precision, precision="", **named))
+    format_flag = {} if chosen == "fp32" else {chosen: True}
+    return replace(config, precision=replace(precision, precision="", **format_flag))
 
 
 def check_device_format(dtype: torch.dtype, device: torch.device, world: Axis) -> None:
@@ -66,6 +66,9 @@ def check_device_format(dtype: torch.dtype, device: torch.device, world: Axis) -
     if dtype != torch.bfloat16 or device.type != "cuda":
         return
     with raise_on_all_ranks(world):
-        found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if problem := bf16_problem(*found):
+        capability_and_name = (
+            torch.cuda.get_device_capability(device),
+            torch.cuda.get_device_name(device),
+        )
+        if problem := bf16_problem(*capability_and_name):
             raise ValueError(problem)

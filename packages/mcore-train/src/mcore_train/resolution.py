@@ -1,8 +1,8 @@
-"""From a config and a world size to a plan: derived numbers, and every conflict at once.
+"""Resolves a config and a world size into a ``Plan``, or reports every conflict at once.
 
-Pure: no device, no file, no torch. A run that cannot work is refused here, on every rank
-alike and before any process group exists, with all that is wrong in one message and what
-to change for each.
+``resolve`` reads no device and no file, and loads no torch. A run that cannot work fails here,
+on every rank and before any process group exists, with one message that lists all faults and
+what to change for each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,17 +67,17 @@ class Plan:
     schedule: LRSchedule
     """Learning rate and weight decay."""
     dtype: Dtype
-    """Of parameters and activations."""
+    """Format of parameters and activations."""
 
     def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "Plan":
-        """Count this plan's lengths by the batch sizes that the run has had so far.
+        """Return the plan with lengths counted by the batch sizes of the steps done so far.
 
         Args:
             stretches: batch sizes from the first step on.
-            steps: that the run has done.
+            steps: number of steps done.
 
         Returns:
-            This plan, unless the run had other sizes than the plan's ramp.
+            This plan itself if the run had the batch sizes of the plan's ramp.
 
         Raises:
             ValueError: if the schedule's lengths do not fit each other any more.
@@ -99,7 +99,7 @@ class Plan:
         return self.ramp.samples_before(self.train_iters + 1)
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Forward passes of one rank in the step after so many sequences."""
+        """Micro-batches of one rank in the step after ``consumed_samples`` sequences."""
         micro = self.config.batch.micro_batch_size * self.data_parallel_size
         return self.ramp.size_at(consumed_samples) // micro
 
@@ -120,11 +120,11 @@ class Plan:
 
 
 class ConflictError(OptionsError):
-    """Everything in a config that contradicts itself or the world, one line each."""
+    """Conflicts of options with each other or with the world size, one line each."""
 
 
 def build_plan(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
-    """Derive a plan with the tokenizer that the flags name; loads no torch.
+    """Return the plan of a config, with its tokenizer's vocabulary; loads no torch.
 
     Raises:
         OptionsError: (a ValueError) with every conflict found, and why the tokenizer cannot be
@@ -143,10 +143,10 @@ def build_plan(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY
 
 
 def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """Build the tokenizer that the flags name; None where they name none."""
+    """Build the tokenizer of a config; None if the config names none."""
     options = config.tokenizer
-    named = options.tokenizer_model or options.vocab_file
-    if not named and options.tokenizer_type == "HuggingFaceTokenizer":
+    source = options.tokenizer_model or options.vocab_file
+    if not source and options.tokenizer_type == "HuggingFaceTokenizer":
         return None
     return build_tokenizer(options)
 
@@ -158,12 +158,12 @@ def resolve(
     tokenizer_vocab_size: int = 0,
     family: Family = GPT_FAMILY,
 ) -> Plan:
-    """Derive a plan.
+    """Return the plan of a config on ``world_size`` ranks, or raise all conflicts together.
 
     Args:
         config: all options.
         world_size: ranks of the job.
-        tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
+        tokenizer_vocab_size: tokens of the tokenizer; 0: no tokenizer.
         family: of the model.
 
     Raises:
@@ -185,7 +185,7 @@ def resolve(
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += find_stage_conflicts(config, stages or ())
-    if not lines:  # a model that can be described
+    if not lines:  # these checks describe the model, which needs consistent options
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
         lines += find_group_conflicts(config, family, vocab_size)
     sizes = ramp.sizes() if ramp else (batch_size,)
@@ -260,18 +260,20 @@ def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
 def _with_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, lines: list[str]
 ) -> TrainConfig:
-    """Choose the schedule of auto, unless other faults would refuse every schedule."""
+    """Replace the schedule ``auto`` in a config; raise if the config has other faults."""
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
-    number = _global_batch_size(config, world_size) // micro
+    num_microbatches = _global_batch_size(config, world_size) // micro
     if not lines:
-        found = _attempt(lines, choose_schedule, config, family, world_size, vocab_size, number)
-        if found is not None:
-            return found
+        scheduled = _attempt(
+            lines, choose_schedule, config, family, world_size, vocab_size, num_microbatches
+        )
+        if scheduled is not None:
+            return scheduled
     raise ConflictError(list(dict.fromkeys(lines)))
 
 
 def _schedule_conflicts(pipeline: PipelineConfig, pp: int, numbers: list[int]) -> list[str]:
-    """Describe the first number of micro-batches that a schedule does not take."""
+    """Return the fault of the first number of micro-batches that the schedule rejects."""
     lines: list[str] = []
     for number in numbers:
         if not lines:
@@ -295,16 +297,16 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--rampup-batch-size {start} {increment}: both must be multiples of "
             f"--micro-batch-size x data-parallel ranks = {micro}."
         )
-    scored = config.evaluation.eval_micro_batch_size * _data_ranks(config, world_size)
-    if scored and size % scored:
+    eval_samples = config.evaluation.eval_micro_batch_size * _data_ranks(config, world_size)
+    if eval_samples and size % eval_samples:
         yield (
             f"--eval-micro-batch-size {config.evaluation.eval_micro_batch_size} x "
-            f"{_data_ranks(config, world_size)} data-parallel ranks = {scored} must divide "
-            f"--global-batch-size {size}, the unit of --eval-iters."
+            f"{_data_ranks(config, world_size)} data-parallel ranks = {eval_samples} must "
+            f"divide --global-batch-size {size}, the unit of --eval-iters."
         )
     if batch.step_batch_size_schedule:
-        sizes = _attempt([], _build_ramp, batch, size)
-        if sizes and any(each % micro for each in sizes.sizes()):
+        ramp = _attempt([], _build_ramp, batch, size)
+        if ramp and any(each % micro for each in ramp.sizes()):
             yield (
                 f"--step-batch-size-schedule {batch.step_batch_size_schedule}: every size must "
                 f"be a multiple of --micro-batch-size x data-parallel ranks = {micro}."

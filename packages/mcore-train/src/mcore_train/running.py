@@ -1,4 +1,4 @@
-"""A run from its config to its end: plan, world, assembly, checkpoint, training."""
+"""Runs a training from its config to its end: plan, ranks, assembly, checkpoint, loop."""
 
 import contextlib
 import faulthandler
@@ -53,13 +53,13 @@ def run_training(
     tables: Tables | None = None,
     loggers: Sequence[Logger] = (),
 ) -> int:
-    """Train by a config, as this process's rank of the launcher's world.
+    """Train as the config specifies, as one rank of the launcher's world.
 
     Args:
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
         tables: optimizers, fp8 recipes and data-parallel engines by option value.
-        loggers: of a program, in addition to those that the options name.
+        loggers: loggers in addition to those that the options name.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -140,7 +140,7 @@ def _train_once(
 
 @contextlib.contextmanager
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
-    """Join the launcher's world as ``watched_world`` does; yield the plan's groups alone."""
+    """Join the launcher's world and yield the plan's process groups; see ``watched_world``."""
     with watched_world(plan) as (ctx, _):
         yield ctx
 
@@ -175,9 +175,9 @@ def watched_world(
             if device.type != "cuda":
                 raise ValueError(
                     f"--cuda-graph-impl {config.run.cuda_graph_impl} needs a GPU, and this run "
-                    "is on the CPU: leave it out here."
+                    "is on the CPU: leave it out."
                 )
-            # A graph cannot be recorded on the default stream, nor from what began on it.
+            # CUDA graphs cannot record the default stream, nor work that was started on it.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         ctx = ParallelContext.build(
             config.parallelism,
@@ -196,7 +196,7 @@ def watched_world(
         stack.enter_context(watch)
         check_same_options(config, ctx)
         yield ctx, watch
-        if store is not None:  # after a fault, who restarts ranks aborts the groups
+        if store is not None:  # after a fault, the restarting caller aborts the groups
             leaving.close()
 
 
@@ -211,7 +211,8 @@ def served_health(plan: Plan, world: launcher.RankEnvironment) -> Iterator[Healt
     if not port or world.local_rank:
         yield None
         return
-    # The watch ends ranks that hang for the timeout; the endpoint reports what it missed.
+    # The watch ends ranks that hang for the timeout. A minute later, a rank that it did not
+    # end is reported as stale.
     stale_s = 60.0 * (plan.config.parallelism.distributed_timeout_minutes + 1)
     health = Health(stale_s, rank=world.rank)
     health.begin(0, plan.train_iters)
@@ -228,7 +229,7 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
     first, *others = gather_json(flat(config), ctx.world)
     for rank, options in enumerate(others, start=1):
         different = [
-            f"{flag(name)} {first[name]} there, {value} here"
+            f"{flag(name)} {value} instead of {first[name]}"
             for name, value in options.items()
             if first[name] != value
         ]
@@ -251,7 +252,7 @@ def build_reporter(
     """Build the reporter of the plan's flags.
 
     Args:
-        plan: names the files.
+        plan: of the run; its flags name the files.
         console: where to show progress; None on ranks that do not report.
         with_lines: write a line for each report.
         continues_from: steps done before.
@@ -280,7 +281,7 @@ def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
     """Build the loggers that the options name; opens no file or connection.
 
     Args:
-        options: name them.
+        options: the options of logging.
         folder: run folder.
 
     Raises:

@@ -1,9 +1,9 @@
 """Writes texts with a model while it trains, by its weights in a serving layout.
 
-Pipeline stages and data ranks of training hold what a serving layout needs elsewhere, so the
-weights are sent between ranks; no file is written. The serving model exists while texts are
-written and draws from random streams of its own: training continues with the same bits as
-without texts.
+A serving layout holds weights on other ranks than the pipeline stages and data ranks of
+training, so the weights are sent between ranks; no file is written. The serving model exists
+only while texts are written and draws from random streams of its own: training continues with
+the same bits as without texts.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from mcore_train.checkpoints.adapter_bases import model_description, model_shard
 
 
 class ServingCopy:
-    """Copies a run's weights into a serving layout, whenever they are asked for.
+    """Copies a run's current weights into a serving layout.
 
     The layout splits matrices and experts as training does. Pipeline and context ranks of the
     training layout are data ranks of the serving layout, which hold the same weights.
@@ -52,7 +52,7 @@ class ServingCopy:
         return model.eval()
 
     def model(self) -> LanguageModel:
-        """Return the model with the weights as they are; all ranks call it together."""
+        """Return the model with the run's current weights; all ranks call it together."""
         run, model = self.run, self.empty_model()
         target = named_shards(model, self.ctx.data_axes())
         transfer_weights(
@@ -79,19 +79,19 @@ class TextWriter:
         """
         self.run, options = run, run.plan.config.samples
         self.options = options
-        limit = run.plan.config.model
+        num_positions = run.plan.config.model.max_position_embeddings
         assert run.tokenizer is not None
         for prompt in options.sample_prompts:
             length = len(prompt_ids(run.tokenizer, prompt))
-            if 0 < limit.max_position_embeddings <= length:
+            if 0 < num_positions <= length:
                 raise ValueError(
-                    f"--sample-prompts has one of {length} tokens, and the model has "
-                    f"{limit.max_position_embeddings} positions: shorten it."
+                    f"--sample-prompts has a prompt of {length} tokens, and the model has "
+                    f"{num_positions} positions: use less than {num_positions} tokens."
                 )
         self.serving = ServingCopy(run)
 
     def write(self, between_tokens: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
-        """Write one text a prompt with the weights as they are; all ranks call it together.
+        """Write one text per prompt with the current weights; all ranks call it together.
 
         Args:
             between_tokens: called after each token; what it raises, on all ranks or none, ends

@@ -37,9 +37,10 @@ class StepResult:
     """This rank's parts of the mean losses by name, the main loss first: summed over ``dp_cp``
     and ``pp`` they are the means."""
     aux_loss: Float[Tensor, ""]
-    """This rank's part of what experts add to the loss: a sum over the world."""
+    """This rank's part of the auxiliary losses of experts; the sum over the world is the
+    loss."""
     grad_norm: Float[Tensor, ""]
-    """Of all gradients, before clipping; equal on all ranks."""
+    """Norm of all gradients before clipping; equal on all ranks."""
     lr: float
     """Learning rate of the update; not applied where the step is skipped."""
     balance: Float[Tensor, "L n"] | None = None
@@ -49,7 +50,7 @@ class StepResult:
     """Whether the update was skipped: a bool if scaled gradients overflowed, which the host has
     read; a tensor on the device if the step may be a spike."""
     judgement: Judgement | None = None
-    """Of a run that looks for spikes."""
+    """Comparison with recent steps; None if the run does not look for spikes."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -172,7 +173,7 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 
 
 def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    """Compute what ``backward`` computes, without a CUDA graph."""
+    """Compute the summed gradients of one global batch, always without a CUDA graph."""
     losses = _backward(run, batches, run.data_parallel)
     run.data_parallel.finish()
     if run.noise is not None:
@@ -183,7 +184,7 @@ def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 def backward_of_rank(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute gradients of this model replica's micro-batches, not summed over data ranks.
 
-    They are left in the engine's gradient buffers, for a comparison: call ``zero_grad`` next.
+    The gradients stay in the engine's buffers, for a comparison: call ``zero_grad`` next.
     """
     return _backward(run, batches, _Unsynced())
 
@@ -207,12 +208,12 @@ def _backward(run: Run, batches: Sequence[MicroBatch], sync: ChunkSync) -> StepL
         num_valid = count_valid([run.objective.masks(each) for each in batches], run.ctx)
     stages = stage_functions(run, batches, num_valid, losses)
     scales = run.precision.fp8_scales
-    noting = nullcontext() if scales is None else scales.noting()
+    amax_recording = nullcontext() if scales is None else scales.noting()
     is_measured = run.noise is not None and run.ctx.clock.is_recording
     after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
     # no_sync: micro-batches only accumulate. ``Pipeline.train`` calls ``sync.start_sync``
     # before a chunk's last backward, in which its buckets are reduced.
-    with run.data_parallel.no_sync(), run.keeping_casts(), noting:
+    with run.data_parallel.no_sync(), run.keeping_casts(), amax_recording:
         run.pipeline.train(stages, batches, sync, after_first)
     return losses
 
@@ -295,6 +296,6 @@ def _finish_routers(run: Run, is_applied: Bool[Tensor, ""] | None) -> Float[Tens
         return int(number) + model.num_layers * (stack == "mtp")
 
     by_layer = {layer(name): row for name, row in zip(stats, rows, strict=True)}
-    nothing = torch.zeros(len(SUMMARY), device=run.ctx.device)
+    zeros = torch.zeros(len(SUMMARY), device=run.ctx.device)
     depth = model.num_layers + model.mtp_num_layers
-    return torch.stack([by_layer.get(layer, nothing) for layer in range(depth)])
+    return torch.stack([by_layer.get(layer, zeros) for layer in range(depth)])

@@ -22,7 +22,7 @@ from mcore_train.sample_texts import ServingCopy
 log = logging.getLogger(__name__)
 
 HARNESS = "lm-eval"
-"""Before the names of tasks of lm-evaluation-harness."""
+"""Prefix of tasks of lm-evaluation-harness in --eval-tasks."""
 _OVERLAP = 32
 """Tokens of context that a window of WikiText shares with the one before."""
 
@@ -53,7 +53,7 @@ class ZeroShotTasks:
         self._serving = ServingCopy(run)
 
     def score(self, reporter: Reporter) -> None:
-        """Score each task with the weights as they are; all ranks call it together."""
+        """Score each task with the current weights; all ranks call it together."""
         run, model = self._run, self._serving.model()
         # Ranks that share experts run every batch together: each scores all of them.
         has_experts = run.plan.config.parallelism.expert_model_parallel_size > 1
@@ -72,7 +72,7 @@ class ZeroShotTasks:
                     numbers = {"accuracy": score.accuracy, "num_examples": score.num_examples}
                 else:
                     overlap = min(_OVERLAP, options["context_tokens"])
-                    found = score_wikitext(
+                    score = score_wikitext(
                         model,
                         tokenizer,
                         text,
@@ -81,9 +81,9 @@ class ZeroShotTasks:
                         **options,
                     )
                     numbers = {
-                        "loss": found.loss,
-                        "perplexity": found.perplexity,
-                        "adjusted_perplexity": found.adjusted_perplexity,
+                        "loss": score.loss,
+                        "perplexity": score.perplexity,
+                        "adjusted_perplexity": score.adjusted_perplexity,
                     }
                 _report(reporter, name, step, numbers)
             if self._harness is not None:

@@ -327,7 +327,10 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
     ("flags", "message"),
     [
         ({"lora_dim": 4}, "--lora-dim 4 has no effect without --peft"),
-        ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
+        (
+            {**DORA, "lora_target_modules": ("qq",)},
+            "--lora-target-modules qq matches no linear",
+        ),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
         ({**DORA, "modules_to_save": ("lm_head",)}, "--modules-to-save lm_head: this model's"),
         (
@@ -365,7 +368,7 @@ def test_adapters_that_cannot_be_are_refused(flags, message):
 
 
 def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match=r"--lora-dim 3 there, 5 here"):
+    with pytest.raises(ValueError, match=r"--lora-dim 3 in the checkpoint, 5 here"):
         load_run(build(load=str(folders / "run"), **{**DORA, "lora_dim": 5}))
     with pytest.raises(ValueError, match="holds an adapter: give --peft dora"):
         load_run(build(load=str(folders / "run")))
@@ -373,5 +376,5 @@ def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders,
         load_run(build(pretrained_checkpoint=str(folders / "run"), **DORA))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_run(build(pretrained_checkpoint=str(tmp_path), **DORA))
-    with pytest.raises(ValueError, match="--peft-base-bits 4 keeps no weights that could be"):
+    with pytest.raises(ValueError, match="--peft-base-bits 4 needs a base model in a folder"):
         load_run(build(peft_base_bits=4, **DORA))

@@ -238,16 +238,20 @@ def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(
     saved = model_description(plan())
     free = {"moe_router_force_load_balancing": True, "moe_router_dtype": "fp32"}
     check_model(saved, plan(moe_router_load_balancing_type="sinkhorn", **free), tmp_path)
-    with pytest.raises(ValueError, match=r"moe_router_topk: 2 there, 3 here\): leave these"):
+    with pytest.raises(
+        ValueError, match=r"moe_router_topk: 2 in the checkpoint, 3 here\): leave these"
+    ):
         check_model(saved, plan(moe_router_topk=3), tmp_path)
     # One list of layers has many spellings.
     check_model(saved, plan(moe_layer_freq="[1]*2"), tmp_path)
-    with pytest.raises(ValueError, match=r"moe_layer_freq: 1 there, \[0, 1\] here"):
+    with pytest.raises(ValueError, match=r"moe_layer_freq: 1 in the checkpoint, \[0, 1\] here"):
         check_model(saved, plan(moe_layer_freq="[0, 1]"), tmp_path)
     # Descriptions of Hugging Face folders leave out what has its default.
     del saved["config"]["position_embedding_type"]
     check_model(saved, plan(), tmp_path)
-    with pytest.raises(ValueError, match="position_embedding_type: rope there, none here"):
+    with pytest.raises(
+        ValueError, match="position_embedding_type: rope in the checkpoint, none here"
+    ):
         check_model(saved, plan(position_embedding_type="none"), tmp_path)
     dense = model_description(plan(num_experts=0))
     with pytest.raises(

@@ -319,7 +319,7 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
     with pytest.raises(ValueError, match="restore the past phases of the"):
         RunData(tmp_path / "run")
     write_mixture(file, (1, ["1", b]))
-    with pytest.raises(ValueError, match="has another past than the run"):
+    with pytest.raises(ValueError, match="does not match the samples that the run has read"):
         build(**{**options, "train_iters": 9}, override_opt_param_scheduler=True)
 
 
@@ -390,7 +390,7 @@ def test_data_that_another_tokenizer_made_are_told(texts, caplog):
     assert not caplog.records
     write_manifest(b, {"tokenizer": {"sha256": "other"}})
     build(**options)
-    assert f"than this run's has encoded {b}, as manifests say" in caplog.text
+    assert f"by its manifest, {b} was encoded by another tokenizer" in caplog.text
 
 
 def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):

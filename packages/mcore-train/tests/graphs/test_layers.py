@@ -225,9 +225,9 @@ def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
             {"recompute_granularity": "full", "num_layers": 8, "recompute_num_layers": 2},
             "recomputes layers one by one",
         ),
-        ({"tensor_model_parallel_size": 2}, "not tried on GPUs with --tensor-model-parallel"),
-        ({"context_parallel_size": 2}, "not tried on GPUs with --context-parallel-size 2"),
-        ({"num_experts": 2, "parallel_residual": "one_norm"}, "cannot be left out"),
+        ({"tensor_model_parallel_size": 2}, "not tested on GPUs with --tensor-model-parallel"),
+        ({"context_parallel_size": 2}, "not tested on GPUs with --context-parallel-size 2"),
+        ({"num_experts": 2, "parallel_residual": "one_norm"}, "always part of the graph"),
         (
             {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"},
             "rounds that the host waits for",

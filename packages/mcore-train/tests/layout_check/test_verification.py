@@ -255,5 +255,5 @@ def test_a_verification_that_stops_early_says_so_in_its_certificate(capsys, tmp_
     table = json.loads(file.read_text())
     assert not table["passed"]
     assert "--num-attention-heads 3 cannot be split" in table["stopped"]
-    hint = "This holds for 4 ranks, the fewest of this layout: give the run's own number by"
+    hint = "This is for 4 ranks, the fewest of this layout: give the run's number of ranks by"
     assert hint in capsys.readouterr().err

@@ -316,7 +316,7 @@ def test_stored_results_of_the_frozen_model_train_as_the_model_does(name, folder
     found = measured(cached)
     # Stored in float32; Adam's first steps divide a gradient by its size, so not the weights.
     torch.testing.assert_close(found[:2], (losses, norm), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="seed: 1234 there, 5 here"):
+    with pytest.raises(ValueError, match="seed: 1234 in the folder, 5 here"):
         start(cached | {"seed": 5})
 
 

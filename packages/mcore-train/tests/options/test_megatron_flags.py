@@ -135,7 +135,7 @@ def test_switches_of_attention_and_graphs_mean_what_megatrons_parser_makes_of_th
     words = ["--num-query-groups=2", "--group-query-attention"]
     assert parse([*SHAPE, *words]).model.num_query_groups == 2
     groups = ["--num-query-groups", "2", "--use-mcore-models"]
-    assert "groups of queries count here without" in translated(groups, flag_names())[1][-1]
+    assert "query groups take effect here without" in translated(groups, flag_names())[1][-1]
     words = ["--model", "llama-3-8b", "--group-query-attention"]
     assert parse(words).model.num_query_groups == 8
     model = parse([*SHAPE, "--position-embedding-type", "yarn", "--yarn-beta-fast", "8"]).model
@@ -159,7 +159,7 @@ def test_an_optimizer_in_host_memory_may_be_named_as_the_guides_do():
 def test_sequence_parallel_on_one_tensor_rank_is_noted_and_off(caplog):
     caplog.set_level("INFO")
     assert not parse([*SHAPE, "--sequence-parallel"]).parallelism.sequence_parallel
-    assert "nothing to cut with --tensor-model-parallel-size 1" in caplog.text
+    assert "has no effect with --tensor-model-parallel-size 1" in caplog.text
 
 
 def test_options_of_logs_without_their_feature_are_noted_and_dropped(caplog):

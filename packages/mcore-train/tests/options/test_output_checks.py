@@ -69,8 +69,8 @@ def earlier(tmp_path):
     ("changes", "told"),
     [
         ({}, "--save .* holds step 2 of an earlier run.*--load .*--auto-resume.*--overwrite"),
-        ({"load": "other"}, "this one would begin anew"),
-        ({"load": "earlier", "finetune": True}, "begin anew .*: leave out --finetune"),
+        ({"load": "other"}, "this new run would overwrite"),
+        ({"load": "earlier", "finetune": True}, "would overwrite: leave out --finetune"),
         (
             {"load": "earlier/iter_0000002", "finetune": True, "overwrite": True},
             "--overwrite would delete the run .* starts from",

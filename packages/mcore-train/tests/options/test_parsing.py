@@ -119,7 +119,7 @@ def test_a_flag_before_another_flag_has_no_value():
     [
         (b'num_layers = "two"', r"x\.toml: --num-layers 'two' must be a whole number"),
         (b"lr = 'high'", r"x\.toml: --lr 'high' must be a number"),
-        (b"\xff\xfe", r"x\.toml: no valid TOML: it is not UTF-8"),
+        (b"\xff\xfe", r"x\.toml: not valid TOML: not UTF-8"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path, content, message):
@@ -157,9 +157,9 @@ def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
     [
         (["3", *PIPELINE], "make the layers a multiple of 12"),
         (["0", *PIPELINE], "make the layers a multiple of 1"),
-        (["two", *PIPELINE], "needs numbers"),
+        (["two", *PIPELINE], "must be a whole number"),
         (["2", "-", "Data", "loading", *PIPELINE], "'- Data loading' belong to no option"),
-        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "have one meaning"),
+        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "set one option"),
     ],
 )
 def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):

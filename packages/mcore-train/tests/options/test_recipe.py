@@ -32,12 +32,12 @@ def test_an_unknown_field_names_the_file_and_the_nearest_field(tmp_path):
     "text", ["lr = 1.0\nlr = 2.0\n", "[optimizer]\nlr = 1.0\n[other]\nlr = 2.0\n"]
 )
 def test_a_doubled_field_names_the_file_and_the_field(tmp_path, text):
-    with pytest.raises(ValueError, match=r"some\.toml: lr stands twice"):
+    with pytest.raises(ValueError, match=r"some\.toml: lr is given twice"):
         read_recipe(write(tmp_path, text), field_types())
 
 
 def test_a_file_that_is_no_toml_is_told_with_its_name(tmp_path):
-    with pytest.raises(ValueError, match=r"some\.toml: no valid TOML"):
+    with pytest.raises(ValueError, match=r"some\.toml: not valid TOML"):
         read_recipe(write(tmp_path, "lr = = 1\n"), field_types())
 
 

@@ -67,11 +67,13 @@ def test_who_does_not_report_warns_where_a_launcher_listens(
     # launch_local keeps standard output of rank 0 alone, and standard error of all ranks.
     set_up(is_reporter)
     logging.getLogger("mcore_parallel.launch.watchdog").warning("rank 1 is gone")
-    logging.getLogger("mcore_train.checkpoints.resuming").warning("starting from nothing")
+    logging.getLogger("mcore_train.checkpoints.resuming").warning(
+        "starting from initial weights"
+    )
     logging.getLogger("mcore_train").info("fine")
     told = capsys.readouterr()
     if is_reporter:
-        assert told.out == "rank 1 is gone\nstarting from nothing\nfine\n"
+        assert told.out == "rank 1 is gone\nstarting from initial weights\nfine\n"
     else:
         assert (told.out, told.err) == ("", "rank 1 is gone\n")
 

@@ -232,7 +232,7 @@ def test_a_resumed_schedule_must_be_that_of_the_flags_unless_told_which_wins():
     saved = {"max_lr": 2.0, "min_lr": 0.1}
     flags = schedule()
     rates = r"--override-opt-param.* of 5\.000000E-01\).*--use-checkpoint.*\(1\.000000E\+00\)"
-    with pytest.raises(ValueError, match=rf"max_lr: 2.0 there, 1.0 here.*{rates}"):
+    with pytest.raises(ValueError, match=rf"max_lr: 2.0 in the checkpoint, 1.0 here.*{rates}"):
         reconcile(saved, flags, ScheduleConfig(), 5)
     override = ScheduleConfig(override_opt_param_scheduler=True)
     assert reconcile(saved, flags, override) == flags
@@ -265,11 +265,11 @@ def test_schedules_that_differ_only_in_what_has_no_effect_any_more_are_one(
 @pytest.mark.parametrize(
     ("there", "samples", "told"),
     [
-        ({"style": "WSD"}, 50, "decay_style: WSD there, linear here"),
-        ({"decay_samples": 220}, 50, "decay_samples: 220 there, 110 here"),
-        ({"warmup_init_lr": 0.5}, 9, "warmup_init_lr: 0.5 there"),
-        ({"warmup_samples": 20}, 50, "warmup_samples: 20 there, 10 here"),
-        ({"end_weight_decay": 0.1}, 50, "end_weight_decay: 0.1 there, 0.0 here"),
+        ({"style": "WSD"}, 50, "decay_style: WSD in the checkpoint, linear here"),
+        ({"decay_samples": 220}, 50, "decay_samples: 220 in the checkpoint, 110 here"),
+        ({"warmup_init_lr": 0.5}, 9, "warmup_init_lr: 0.5 in the checkpoint"),
+        ({"warmup_samples": 20}, 50, "warmup_samples: 20 in the checkpoint, 10 here"),
+        ({"end_weight_decay": 0.1}, 50, "end_weight_decay: 0.1 in the checkpoint, 0.0 here"),
     ],
 )
 def test_schedules_that_differ_from_here_on_are_refused(there, samples, told):

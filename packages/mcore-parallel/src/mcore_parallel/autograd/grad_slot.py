@@ -50,7 +50,7 @@ class GradSlot:
     """
 
     __slots__ = (
-        *("_add_parts", "_num_ended", "_num_put_off", "_parts"),
+        *("_add_parts", "_num_ended", "_num_deferred", "_parts"),
         *("is_stale", "main", "num_together", "on_ready", "overwrites", "queue"),
     )
 
@@ -60,7 +60,7 @@ class GradSlot:
         self.queue: DeferredWork | None = None
         self.on_ready: Callable[[], None] | None = None
         self.num_together = 1
-        self._num_put_off = self._num_ended = 0
+        self._num_deferred = self._num_ended = 0
         self._parts: list[Any] = []
         self._add_parts: Callable[..., object] | None = None
 
@@ -93,7 +93,7 @@ class GradSlot:
         if self.queue is None:
             work()
         else:
-            self._num_put_off += 1
+            self._num_deferred += 1
             self.queue.put(work)
 
     def take_part(self, add: Callable[..., object], part: object) -> None:
@@ -138,8 +138,8 @@ class GradSlot:
 
     def ready(self) -> None:
         """Count one gradient as added; call ``on_ready`` if no gradient is deferred."""
-        self._num_put_off = max(0, self._num_put_off - 1)
-        if self.on_ready is not None and not self._num_put_off:
+        self._num_deferred = max(0, self._num_deferred - 1)
+        if self.on_ready is not None and not self._num_deferred:
             self.on_ready()
 
     def zero(self) -> None:
@@ -151,7 +151,7 @@ class GradSlot:
         """Drop the main gradient: autograd accumulates gradients again."""
         self.main = self.on_ready = None
         self.is_stale = False
-        self._num_put_off = 0
+        self._num_deferred = 0
         self.drop_parts()
 
 

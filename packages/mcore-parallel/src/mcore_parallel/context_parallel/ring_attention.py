@@ -117,16 +117,16 @@ class _RingAttention(OnceDifferentiable):
         documents: Documents | None,
     ) -> Tensor:
         softmax = OnlineSoftmax.empty(q, v)
-        held: Sequence[Tensor] = (k, v)  # keys and values of rank r - step
+        kv: Sequence[Tensor] = (k, v)  # keys and values of rank r - step
         for step in range(axis.size):
             # The message for the next step overlaps with the blocks of this step. The last step
             # sends nothing.
-            leaving = held if step < axis.size - 1 else ()
-            incoming = _start_pass(leaving, axis)
+            outgoing = kv if step < axis.size - 1 else ()
+            incoming = _start_pass(outgoing, axis)
             softmax.add(
-                q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
+                q, kv[0], kv[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
-            held = _received(incoming, leaving, axis)
+            kv = _received(incoming, outgoing, axis)
         out = softmax.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
@@ -139,29 +139,29 @@ class _RingAttention(OnceDifferentiable):
         grad_q = torch.zeros_like(q, dtype=wide)
         # Gradients of the keys and values of the previous step, summed over the ranks so far.
         totals: list[Tensor] = []
-        held: Sequence[Tensor] = (k, v)
+        kv: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
             # One message: the sums for the previous step's keys, which the next rank holds now,
             # and this step's keys and values, which the next rank needs in the next step.
-            leaving = [*totals, *(held if step < axis.size - 1 else ())]
-            incoming = _start_pass(leaving, axis)
+            outgoing = [*totals, *(kv if step < axis.size - 1 else ())]
+            incoming = _start_pass(outgoing, axis)
             blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
             local = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
             add_gradients(
                 (grad_q, local[0], local[1]),
                 grad,
                 q,
-                held[0],
-                held[1],
+                kv[0],
+                kv[1],
                 (out, lse),
                 blocks,
                 ctx.attention,
             )
             # The message's first two tensors (from step 1 on) are sums for the keys that this
             # rank holds in this step, its last two the keys and values of the next step.
-            received = _received(incoming, leaving, axis)
+            received = _received(incoming, outgoing, axis)
             totals = [a + b for a, b in zip(received, local, strict=False)] if step else local
-            held = received[-2:]
+            kv = received[-2:]
         # The keys of the last step belong to the next rank: one more pass moves their sums
         # there.
         sums = _received(_start_pass(totals, axis), totals, axis)

@@ -1,10 +1,10 @@
 """Contiguous memory for weights and main gradients, cut into buckets in backward order.
 
-Parameters are walked in reverse registration order, the order in which backward finishes
-them, and laid one after the other into buckets; a bucket is the unit of communication.
-``plan_buckets`` computes the offsets as plain numbers; ``Bucket`` adds the memory and the two
-collectives. The parameter buffer has the offsets of the gradient buffer, so the distributed
-optimizer gathers updated weights straight into the parameters.
+Parameters are put into buckets in reverse registration order, the order in which backward
+completes them; a bucket is the unit of communication. ``plan_buckets`` computes the offsets as
+plain numbers; ``Bucket`` allocates the memory and calls the two collectives. Parameter buffer
+and gradient buffer have equal offsets, so the distributed optimizer gathers updated weights
+directly into the parameters.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,32 +31,33 @@ ALIGNMENT = 64
 """Alignment of a parameter's start, in elements."""
 
 END_MULTIPLE = 128
-"""Elements to whose multiples, and the data ranks', a bucket's end is rounded up."""
+"""A bucket's size is a multiple of this number of elements, and of the number of data ranks."""
 
 HIGH_BUSBW_MULTIPLE = 65536
+"""Replaces ``END_MULTIPLE`` under ``--ddp-pad-buckets-for-high-nccl-busbw``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Where tensors lie in one bucket, in elements."""
+    """Offsets of the tensors of one bucket, in elements."""
 
     members: tuple[int, ...]
     """Indices of the tensors, in memory order."""
     starts: tuple[int, ...]
-    """First element of each."""
+    """First element of each tensor."""
     size: int
-    """All elements, with the padding between tensors and at the end."""
+    """Number of elements, including padding between tensors and at the end."""
 
 
 def plan_buckets(
     sizes: Sequence[int], *, bucket_size: int, end_multiple: int = END_MULTIPLE
 ) -> list[BucketPlan]:
-    """Lay tensors into buckets in the order given.
+    """Assign tensors to buckets in their order, and return the plan of each bucket.
 
     Args:
         sizes: elements of each tensor.
-        bucket_size: elements at or above which a bucket closes; 0 means one bucket.
-        end_multiple: a bucket's size is a multiple of it.
+        bucket_size: number of elements at which a bucket is closed; 0: one bucket.
+        end_multiple: bucket sizes are rounded up to a multiple of this number.
     """
     plans: list[BucketPlan] = []
     members: list[int] = []
@@ -75,16 +76,19 @@ def plan_buckets(
 
 
 def shard_ranges(size: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Cut a bucket into ``count`` equal ranges, one a rank: first and one-past-last element."""
+    """Split a bucket into ``count`` equal ranges (first, one past last), one for each rank."""
     if size % count:
-        raise ValueError(f"{count} ranks cannot share a bucket of {size} elements evenly")
+        raise ValueError(
+            f"a bucket of {size} elements cannot be split evenly over {count} ranks: pad it to "
+            f"a multiple of {count}"
+        )
     length = size // count
     return tuple((i * length, (i + 1) * length) for i in range(count))
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's place in its bucket."""
+    """A parameter and its offset in its bucket."""
 
     named: NamedParameter
     chunk: int
@@ -104,13 +108,14 @@ class Bucket:
     Attributes:
         slots: parameters in memory order.
         params: all weights, flat, ``[size]``; the parameters are views of it.
-        grads: all main gradients, flat, ``[size]``; each slot's ``main`` is a view.
-        shard: ranks that each own one range of the bucket; one rank owns it whole.
+        grads: all main gradients, flat, ``[size]``; each ``GradSlot.main`` is a view of it.
+        shard: ranks that each own one range of the bucket; an axis of one rank if this rank
+            owns the whole bucket.
         replica: ranks that own the same range; gradients are summed over both axes.
-        data: both, the ranks that hold equal weights.
-        kind: whose data ranks share it, ``dense`` or ``expert``.
-        is_late: whether its gradients need sums over other axes before the data sum.
-        is_narrow: whether its weights are gathered in fp8, see ``Fp8Gather``.
+        data: product of ``shard`` and ``replica``: the ranks that hold equal weights.
+        kind: kind of the data ranks, ``dense`` or ``expert``.
+        is_late: whether the gradients need sums over other axes before the data sum.
+        is_narrow: whether the weights are gathered in fp8, see ``Fp8Gather``.
     """
 
     def __init__(
@@ -138,8 +143,8 @@ class Bucket:
         self._work: dist.Work | None = None
         for slot in self.slots:
             parameter = slot.named.parameter
-            # The parameter object stays, its memory becomes the bucket's: an all-gather into
-            # the bucket updates all parameters, and a GEMM adds straight into ``grads``.
+            # The parameter object stays, and its memory is now a view of the bucket: an
+            # all-gather into the bucket updates all parameters, and a GEMM adds to ``grads``.
             view = self.params[slot.start : slot.stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
@@ -150,13 +155,13 @@ class Bucket:
         return self.grads[slot.start : slot.stop].view(slot.named.parameter.shape)
 
     def owned(self, flat: Shaped[Tensor, " size"]) -> Shaped[Tensor, " n"]:
-        """Return this rank's range of ``params``, ``grads`` or a tensor like them."""
+        """Return this rank's range of ``params``, ``grads`` or a tensor of the same layout."""
         start, stop = self.ranges[self.shard.rank]
         return flat[start:stop]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.params.dtype
 
     @property
@@ -169,7 +174,7 @@ class Bucket:
         return self.owned(self.params)
 
     def own_main(self) -> None:
-        """Main weights are the optimizer's."""
+        """Return None: the optimizer keeps the main weights."""
         return
 
     def own_grads(self) -> Shaped[Tensor, " n"]:
@@ -177,7 +182,7 @@ class Bucket:
         return self.owned(self.grads)
 
     def copies(self) -> Iterator[Copy]:
-        """List every weight, which all data ranks hold whole, and its parts that others do."""
+        """Yield every weight for data ranks and tied stages, and its replicated parts."""
         for slot in reversed(self.slots):
             named, weight = slot.named, slot.named.parameter.detach()
             yield Copy(named.name, self.data, weight, True)
@@ -186,29 +191,29 @@ class Bucket:
                 yield Copy(named.name, part.replicas, part.view(weight), False)
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """List what of each parameter this rank owns, in memory order."""
+        """List the ranges of the parameters that this rank owns, in memory order."""
         start, stop = self.ranges[self.shard.rank]
-        found = []
+        ranges = []
         for slot in self.slots:
-            # Overlap of the parameter and the own range, in the bucket's elements; then counted
-            # from the parameter's begin, and from the own range's.
+            # Overlap of the parameter and this rank's range, in elements of the bucket. An
+            # OwnedRange counts from the parameter's start, its offset from the range's start.
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
-                found.append(
+                ranges.append(
                     OwnedRange(slot.named, first - slot.start, last - slot.start, first - start)
                 )
-        return found
+        return ranges
 
     def start_reduction(self) -> None:
-        """Begin to sum gradients over the data ranks; returns at once.
+        """Launch the sum of the gradients over the data ranks, in place; returns at once.
 
-        Reduce-scatter over ``shard``, in place, or all-reduce over ``replica``. After it only
-        this rank's own range of ``grads`` is meaningful.
+        Reduce-scatter over ``shard``, or all-reduce over ``replica``. Afterwards only this
+        rank's range of ``grads`` is valid.
         """
         self.is_reducing = True
         if self.shard.size > 1:
             agree(self.shard.agreement, "reduce_scatter of gradients", self.grads)
-            # Output and input share memory: the sum of the own range is written over it.
+            # In place: the output is this rank's range of the input.
             self._work = dist.reduce_scatter_tensor(
                 self.owned(self.grads), self.grads, group=self.shard.group, async_op=True
             )
@@ -217,12 +222,12 @@ class Bucket:
             self._work = dist.all_reduce(self.grads, group=self.replica.group, async_op=True)
 
     def finish_reduction(self) -> None:
-        """Wait for the sum; all-reduce the own range over ``replica`` if both axes exist."""
+        """Wait for the sum; with both axes, all-reduce this rank's range over ``replica``."""
         if self._work is not None:
             with self.data.waiting():
                 self._work.wait()
             self._work = None
-        # Hybrid sharding: the own range is summed over the ranks that own the same one.
+        # Hybrid sharding: sum this rank's range over the ranks that own the same range.
         if self.shard.size > 1 and self.replica.size > 1:
             agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
             with self.replica.waiting():
@@ -231,11 +236,11 @@ class Bucket:
     def gather_params(
         self, async_op: bool = False, *, in_full: bool = False
     ) -> "PendingGather | None":
-        """All-gather the ranges that the ranks own into ``params``, in place.
+        """All-gather the ranges of all ranks into ``params``, in place.
 
         Args:
-            async_op: return before the bytes have arrived.
-            in_full: send the weights' own dtype, also where ``is_narrow``.
+            async_op: return the pending gather instead of waiting for it.
+            in_full: gather in the weights' dtype, even if ``is_narrow``.
         """
         if self._scales is not None and not in_full:
             gather = Fp8Gather(self, self._scales, async_op=async_op)
@@ -252,60 +257,60 @@ class Bucket:
 
 
 class Fp8Gather:
-    """One gather of a bucket in fp8; the weights are there after ``wait``.
+    """All-gather of a bucket's weights in fp8; ``wait`` writes the weights.
 
-    A linear with ``--fp8-recipe tensorwise`` casts its weight with one scale of the logical
-    tensor. The owner of a range casts it with that scale before the gather, and every rank
-    holds the fp8 numbers dequantized, in the model's own 16-bit format. The GEMM's cast of
-    these gives the same numbers and the same scale again, so only the bytes sent change: half
-    as many. Main weights stay as they are, so that small updates add up.
+    A linear with ``--fp8-recipe tensorwise`` casts its weight with one scale for the logical
+    tensor. Here the owner of a range casts the range with that scale before the gather, and
+    every rank dequantizes the fp8 numbers into the model's 16-bit weights. The GEMM's cast of
+    these weights gives the same numbers and the same scale again, so results do not change and
+    half as many bytes are sent. Main weights are not rounded, so that small updates add up.
     """
 
     def __init__(self, bucket: Bucket, axis: Axis, *, async_op: bool) -> None:
-        """Cast this rank's range and begin to gather; waits for the largest magnitudes.
+        """Cast this rank's range and launch the gather; waits for the largest magnitudes.
 
         Args:
-            bucket: of weights that are all cast in their GEMMs.
+            bucket: a bucket whose weights are all cast in their GEMMs.
             axis: ranks that hold parts or copies of the same logical weights.
-            async_op: return before the bytes have arrived.
+            async_op: return before the gather has finished.
         """
         self._bucket = bucket
-        own, ranges = bucket.own_weights(), bucket.owned_ranges()
-        places = {slot.named.parameter: i for i, slot in enumerate(bucket.slots)}
-        wide = torch.promote_types(own.dtype, torch.float32)
-        # One largest magnitude for each parameter. Ranks that own no part of a parameter give
-        # 0, so that the maximum over ``axis`` is that of the whole logical tensor.
-        amax = torch.zeros(len(places), dtype=wide, device=own.device)
+        weights, ranges = bucket.own_weights(), bucket.owned_ranges()
+        indices = {slot.named.parameter: i for i, slot in enumerate(bucket.slots)}
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        # One largest magnitude for each parameter. Ranks that own no part of a parameter
+        # contribute 0, so the maximum over ``axis`` is that of the whole logical tensor.
+        amax = torch.zeros(len(indices), dtype=wide, device=weights.device)
         for owned in ranges:
-            place = places[owned.named.parameter]
-            amax[place : place + 1] = largest_magnitude(owned.view(own)[None])
+            index = indices[owned.named.parameter]
+            amax[index : index + 1] = largest_magnitude(owned.view(weights)[None])
         self._amax = all_reduce(amax, axis, "max")
-        self._wire = torch.zeros(bucket.size, dtype=torch.uint8, device=own.device)
+        self._wire = torch.zeros(bucket.size, dtype=torch.uint8, device=weights.device)
         own_wire = bucket.owned(self._wire)  # a view: the gather sends it in place
         for owned in ranges:
-            amax = self._of(places[owned.named.parameter])
-            cast_flat(owned.view(own), amax, owned.view(own_wire).view(FORWARD_DTYPE))
+            amax = self._of(indices[owned.named.parameter])
+            cast_flat(owned.view(weights), amax, owned.view(own_wire).view(FORWARD_DTYPE))
         agree(bucket.shard.agreement, "all_gather of weights in fp8", self._wire)
         self._work = dist.all_gather_into_tensor(
             self._wire, own_wire, group=bucket.shard.group, async_op=async_op
         )
 
     def wait(self) -> None:
-        """Wait for the bytes and write the weights, in place."""
+        """Wait for the gather and write the dequantized weights into the bucket."""
         if self._work is not None:
             self._work.wait()
-        for place, slot in enumerate(self._bucket.slots):
+        for index, slot in enumerate(self._bucket.slots):
             numbers = self._wire[slot.start : slot.stop].view(FORWARD_DTYPE)
             dequantize_flat(
-                numbers, self._of(place), self._bucket.params[slot.start : slot.stop]
+                numbers, self._of(index), self._bucket.params[slot.start : slot.stop]
             )
 
-    def _of(self, place: int) -> Shaped[Tensor, " 1"]:
-        return self._amax[place : place + 1]
+    def _of(self, index: int) -> Shaped[Tensor, " 1"]:
+        return self._amax[index : index + 1]
 
 
 PendingGather = dist.Work | Fp8Gather
-"""What ``wait`` is called on before gathered weights are read."""
+"""An all-gather in flight; call ``wait`` before the weights are read."""
 
 
 def build_buckets(
@@ -314,19 +319,19 @@ def build_buckets(
     config: DataParallelConfig,
     narrow: Collection[nn.Parameter] = (),
 ) -> list[Bucket]:
-    """Put every trainable parameter into a bucket; equal on all data ranks.
+    """Put every parameter into a bucket; return equal buckets on all data ranks.
 
-    A bucket holds one dtype, one kind of data ranks, and either parameters whose gradients
-    can be summed over data as soon as backward has them, or late ones (partial sums, tied
-    copies). Tied copies have buckets of their own: so both stages sum them over data in the
-    same order and the copies stay equal to the last bit.
+    The parameters of a bucket have one dtype, one kind of data ranks, and gradients that are
+    either all summed over data as soon as backward has computed them, or all late (partial
+    sums, tied copies). Tied copies have separate buckets, so that both stages sum them over
+    data in the same order and the copies stay equal to the last bit.
 
     Args:
-        parameters: model chunk and parameter, in registration order.
-        ctx: gives the data axes.
+        parameters: number of the model chunk and parameter, in registration order.
+        ctx: context with the data axes.
         config: bucket size, sharding, gradient dtype.
-        narrow: weights to gather in fp8, in buckets of their own; one rank gathers nothing
-            and leaves them as they are.
+        narrow: weights to gather in fp8, in separate buckets; no effect if one rank owns a
+            whole bucket, since nothing is gathered.
 
     Returns:
         Buckets in the order in which backward completes them, late ones last.
@@ -367,15 +372,15 @@ def build_buckets(
 
 
 def fp8_weights(chunks: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the weights of linears whose GEMMs cast them by their own largest magnitude."""
-    found = set()
+    """Return the weights that tensorwise fp8 GEMMs cast by the weights' largest magnitudes."""
+    weights = set()
     for module in (module for chunk in chunks for module in chunk.modules()):
         gemm = getattr(module, "gemm", None)
         if isinstance(gemm, Fp8Gemm) and type(gemm.recipe) is Tensorwise:
             weight = module.weight
             assert isinstance(weight, nn.Parameter)
-            found.add(weight)
-    return found
+            weights.add(weight)
+    return weights
 
 
 def _extra_sum_kind(named: NamedParameter) -> str:

@@ -1,9 +1,10 @@
-"""Data parallelism with replicated weights: gradients accumulate in buckets, summed over ranks.
+"""Data parallelism with replicated weights: sums gradients over data ranks in buckets.
 
-``DataParallel`` hooks into the parameters of plain modules. Each backward adds ``.grad`` to the
-main gradient and frees it. After the last micro-batch ``finish`` completes the sums of every
-gradient: partial gradients over tensor ranks, tied copies over stages, then all over data and
-context ranks. Nothing is averaged: losses are divided by global counts before backward.
+``DataParallel`` registers hooks on the parameters of plain modules. Each backward adds
+``.grad`` to the main gradient and frees ``.grad``. After the last micro-batch ``finish``
+completes the sums of every gradient: partial gradients over tensor ranks, tied copies over
+stages, then all gradients over data and context ranks. Gradients are not averaged: losses are
+divided by global counts before backward.
 
 With ``overlap_grad_reduce`` a bucket's reduce-scatter over data ranks starts inside the last
 backward. All ranks start buckets in one fixed order, so that they call collectives in the same
@@ -41,18 +42,18 @@ from mcore_parallel.sharding import (
 
 
 class DataParallel(GradientSync):
-    """Main gradients of model chunks in buckets, summed over the data ranks.
+    """Engine of replicated weights: accumulates main gradients, sums them over data ranks.
 
-    The engine of replicated weights: the optimizer is whole on every data rank, or sharded over
-    them (ZeRO-1).
+    The optimizer is either complete on every data rank, or sharded over the data ranks
+    (ZeRO-1).
 
-    Parameters move into contiguous buffers: views of them taken earlier (``named_shards``,
-    a torch optimizer's state) no longer follow.
+    The constructor moves parameters into contiguous buffers: views of parameters taken earlier
+    (``named_shards``, a torch optimizer's state) still refer to the old memory.
 
     Attributes:
-        buckets: in the order in which they are reduced, the same on all data ranks.
-        ctx: the context whose data axes it sums over.
-        config: the switches it was built with.
+        buckets: buckets in the order in which they are reduced, the same on all data ranks.
+        ctx: the context whose data axes gradients are summed over.
+        config: the options that the engine was built with.
         before_sum: called with each bucket before its sum over the data ranks begins.
     """
 
@@ -64,32 +65,32 @@ class DataParallel(GradientSync):
         *,
         only: Collection[nn.Parameter] | None = None,
     ) -> None:
-        """Take over the gradients of all trainable parameters.
+        """Move all trainable parameters into buckets and register hooks; no communication.
 
         Args:
             chunks: model chunks of this rank, in forward order; one without interleaving.
-            ctx: the rank grid; no communication here.
+            ctx: the rank grid.
             config: sharding, overlap, bucket size, dtype.
             only: parameters to take; None: all.
 
         Raises:
             ValueError: if nothing is trainable, a parameter already has a gradient or a main
-                gradient, or, with tensor ranks, a module does not say how they share its
+                gradient, or, with tensor ranks, a module does not declare how they share its
                 parameters.
         """
         check_declared(chunks, ctx.tp)
         self.ctx = ctx
         self.config = config
         self.before_sum: Callable[[Bucket], None] | None = None
-        # A parameter of two chunks is the first one's, whose last backward comes last.
-        found: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
+        # A parameter of two chunks belongs to the first chunk, whose last backward comes last.
+        parameters: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
         for index, chunk in enumerate(chunks):
             for named in named_parameters(chunk):
                 if only is None or named.parameter in only:
-                    found.setdefault(named.parameter, (index, named))
-        self._named = [named for _, named in found.values()]
+                    parameters.setdefault(named.parameter, (index, named))
+        self._named = [named for _, named in parameters.values()]
         narrow = fp8_weights(chunks) if config.fp8_param_gather else ()
-        self.buckets = build_buckets(_trainable(list(found.values())), ctx, config, narrow)
+        self.buckets = build_buckets(_trainable(list(parameters.values())), ctx, config, narrow)
         self._is_syncing = [True] * len(chunks)
         self._is_syncing_weights = [True] * len(chunks)
         self._is_finished = self._is_checked = False
@@ -118,7 +119,7 @@ class DataParallel(GradientSync):
 
     @property
     def update_order(self) -> list[Bucket]:
-        """The buckets as they are gathered."""
+        """The buckets in the order in which they are updated and gathered."""
         return self.buckets if self._gathering is None else self._gathering.order
 
     @property
@@ -129,10 +130,10 @@ class DataParallel(GradientSync):
     def zero_grad(self) -> None:
         """Reset all main gradients before the first micro-batch of a step.
 
-        They are zero afterwards, except where a layer's first GEMM of the step overwrites
-        them (``grad_slot.overwrites``).
+        Sets them to zero, except those that a layer's first GEMM of the step overwrites
+        (``grad_slot.overwrites``), which are marked as stale.
         """
-        if self._zeroed:  # torch refuses a list of none
+        if self._zeroed:  # torch raises for an empty list
             torch._foreach_zero_(self._zeroed)
         for slot in self._overwritten:
             slot.is_stale = True
@@ -142,29 +143,30 @@ class DataParallel(GradientSync):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without sums over data ranks, within the block."""
-        before = self._is_syncing, self._is_syncing_weights
+        """Accumulate gradients without sums over data ranks, within the ``with`` block."""
+        previous = self._is_syncing, self._is_syncing_weights
         self._is_syncing = [False] * len(self._is_syncing)
         self._is_syncing_weights = [False] * len(self._is_syncing)
         try:
             yield
         finally:
-            self._is_syncing, self._is_syncing_weights = before
+            self._is_syncing, self._is_syncing_weights = previous
 
     def start_sync(self, chunk: int) -> None:
-        """Let one chunk's buckets be reduced during its next backward, which is its last.
+        """Reduce one chunk's buckets during the chunk's next backward, which is its last.
 
         For pipelines, whose chunks run their last micro-batch at different times. Called
-        within ``no_sync``, until whose end it has effect. Weights whose gradients a
-        ``WeightQueue`` defers wait for ``start_weight_sync``.
+        within ``no_sync``, and in effect until the end of that block. Weights whose gradients a
+        ``WeightQueue`` defers need ``start_weight_sync`` instead.
         """
         self._is_syncing = [s or i == chunk for i, s in enumerate(self._is_syncing)]
 
     def start_weight_sync(self, chunk: int) -> None:
-        """Do what ``start_sync`` does, for weights whose gradients a ``WeightQueue`` defers.
+        """Reduce the buckets of one chunk's deferred weights when their gradients are computed.
 
-        Called before the last deferred gradients are computed: those of earlier micro-batches
-        may be computed after ``start_sync``.
+        Deferred weights are those whose gradients a ``WeightQueue`` defers. Called before the
+        last deferred gradients are computed: ``start_sync`` would be too early, since deferred
+        gradients of earlier micro-batches may be computed after it.
         """
         syncing = self._is_syncing_weights
         self._is_syncing_weights = [s or i == chunk for i, s in enumerate(syncing)]
@@ -172,13 +174,14 @@ class DataParallel(GradientSync):
     def finish(self) -> None:
         """Complete all sums; every rank calls it once after the last backward.
 
-        Starts the buckets that backward has not started, in order; all-reduces partial sums
-        and tied copies; then the buckets that waited for these; then waits for all of them.
-        The first time it also compares what ranks hold in common (``replicas``).
+        Starts, in order, the reductions of buckets that backward has not started; all-reduces
+        partial gradients and tied copies; starts the buckets that need these sums
+        (``is_late``); waits for all reductions. The first call also compares replicas
+        (``replica_checks``).
 
         Raises:
-            ValueError: the first time, on every rank, if weights or gradients that ranks hold
-                in common differ, or two pipeline stages give one name to their parameters.
+            ValueError: in the first call, on every rank, if replicas of weights or gradients
+                differ, or two pipeline stages give one name to their parameters.
             RuntimeError: if called again before ``zero_grad``, while weight gradients wait in a
                 ``WeightQueue``, or if a parameter has a ``.grad``, which is not summed.
         """
@@ -186,15 +189,15 @@ class DataParallel(GradientSync):
             raise RuntimeError("gradients are summed already: call zero_grad() before backward")
         if not all(queue.is_empty for queue in self._queues):
             raise RuntimeError(
-                "weight gradients still wait in a WeightQueue: hand it to run_schedule as "
-                "weight_queue, which empties it."
+                "a WeightQueue still holds deferred weight gradients: pass it to run_schedule "
+                "as weight_queue, which computes them."
             )
         self._check_taken()
         self.wait_params()
         for slot in self._keeping:
-            slot.add_parts()  # of weights that the last micro-batch did not use
+            slot.add_parts()  # for weights that the last micro-batch did not use
         for slot in self._overwritten:
-            if slot.take_stale():  # no micro-batch came through it
+            if slot.take_stale():  # no micro-batch of the step used the weight
                 slot.zero()
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in self.buckets:
@@ -215,8 +218,8 @@ class DataParallel(GradientSync):
     def gathering(self) -> Iterator[Bucket]:
         """Yield each bucket for its update by its owners, then start its all-gather.
 
-        A gather runs under the updates of the buckets that come after it. With
-        ``overlap_param_gather`` the last ones still run when the loop ends, and the modules
+        A gather overlaps with the updates of the following buckets. With
+        ``overlap_param_gather`` the last gathers still run when the loop ends, and the modules
         wait in forward; call ``wait_params`` before weights are read in any other way.
         """
         if self._gathering is not None:
@@ -234,7 +237,7 @@ class DataParallel(GradientSync):
                     work.wait()
 
     def wait_params(self) -> None:
-        """Wait for gathers on their way: before a save, a comparison, an export."""
+        """Wait for gathers in flight: before a save, a comparison or an export."""
         if self._gathering is not None:
             self._gathering.wait()
 
@@ -245,7 +248,7 @@ class DataParallel(GradientSync):
                 bucket.gather_params(in_full=True)
 
     def check_weights(self) -> None:
-        """Compare the weights of data ranks and tied copies, which are equal to the last bit.
+        """Compare the weights of data ranks and tied copies bit for bit.
 
         Every rank calls it, between steps; see ``replica_checks.check_weights``.
 
@@ -256,16 +259,16 @@ class DataParallel(GradientSync):
         check_weights(self.buckets, self.ctx)
 
     def weight_shards(self) -> dict[str, Shard]:
-        """Describe the parameters, frozen ones too; every data rank holds them whole.
+        """Return shards of all parameters, frozen ones too; data ranks hold equal shards.
 
-        Frozen ones that have no memory at the moment are left out.
+        Frozen parameters whose memory is freed at the moment are left out.
         """
         tensors = [(named, named.parameter.detach()) for named in self._named]
         weights = [each for each in tensors if each[1].untyped_storage().nbytes()]
         return shards_of(weights, self.ctx.data_axes())
 
     def remove_hooks(self) -> None:
-        """Detach from the parameters: backward fills ``.grad`` again."""
+        """Remove the hooks and release the grad slots: backward fills ``.grad`` again."""
         for handle in self._handles:
             handle.remove()
         if self._gathering is not None:
@@ -281,7 +284,7 @@ class DataParallel(GradientSync):
             self._missing[bucket] = set(range(len(bucket.slots)))
 
     def _check_taken(self) -> None:
-        """Raise if a parameter has a ``.grad``: the hooks, which take gradients, missed it."""
+        """Raise if a parameter has a ``.grad``, which no hook has added to a main gradient."""
         slots = [slot.named for bucket in self.buckets for slot in bucket.slots]
         names = [named.name for named in slots if named.parameter.grad is not None]
         if names:
@@ -293,13 +296,14 @@ class DataParallel(GradientSync):
             )
 
     def _complete(self, bucket: Bucket, index: int) -> None:
-        """Note that a bucket has the whole gradient of one of its slots."""
+        """Record that the gradient of one slot of a bucket is complete on this rank."""
         missing = self._missing[bucket]
         missing.discard(index)
         if self.config.overlap_grad_reduce and not missing:
             self._start_in_order()
 
     def _start_in_order(self) -> None:
+        # All ranks must start buckets in one order: an incomplete bucket blocks later ones.
         for bucket in self.buckets:
             if bucket.is_reducing:
                 continue
@@ -314,21 +318,21 @@ class DataParallel(GradientSync):
 
 
 class ParameterGathering:
-    """Starts the gathers of all buckets, and waits for each in the modules that need it.
+    """Starts the all-gathers of all buckets, and waits for each in the modules that use it.
 
     All ranks start the gathers in the same ``order``: first the buckets with a weight outside
-    ``blocks`` (embedding, head, final norm), then those of the blocks in forward order. A chunk
-    waits for the former when its forward begins, since code outside the blocks may use a weight
-    without calling its module; a block waits for its own.
+    ``blocks`` (embedding, head, final norm), then the buckets of the blocks in forward order.
+    A chunk waits for the first kind when its forward begins, since code outside the blocks may
+    use a weight without calling its module; a block waits for its own buckets.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-        """Hook into the chunks and their blocks.
+        """Register forward hooks on the chunks and their blocks.
 
         Args:
             chunks: model chunks; each module of ``chunk.blocks`` waits for its own buckets,
                 the chunk's forward for all others.
-            buckets: of all the chunks' parameters.
+            buckets: buckets of all the chunks' parameters.
         """
         self._handles = []
         self._works: dict[Bucket, PendingGather] = {}
@@ -348,7 +352,7 @@ class ParameterGathering:
         self.order += [b for b in backward if b not in first]
 
     def start(self, bucket: Bucket) -> None:
-        """Begin one bucket's gather; returns at once."""
+        """Launch one bucket's all-gather; returns at once."""
         work = bucket.gather_params(async_op=True)
         if work is not None:
             self._works[bucket] = work
@@ -376,10 +380,11 @@ class ParameterGathering:
 
 
 class _GradientHook:
-    """What autograd calls once a parameter has its gradient of a micro-batch.
+    """Hook of one parameter: autograd calls it when ``.grad`` of a micro-batch is complete.
 
-    torch does not show such hooks to the garbage collector: what they hold strongly lives as
-    long as the parameter. So they hold neither the parameter nor those who do.
+    torch hides such hooks from the garbage collector: an object to which a hook has a strong
+    reference lives as long as the parameter. So the hook has weak references to the engine and
+    the bucket, and none to the parameter.
     """
 
     def __init__(self, owner: DataParallel, bucket: Bucket, slot: Slot, index: int) -> None:
@@ -393,18 +398,18 @@ class _GradientHook:
         gradient, parameter.grad = parameter.grad, None
         owner, bucket = self._check()
         if gradient is None and self.slot.queue is not None:
-            return  # its operation adds to the main gradient itself, later
+            return  # the weight's GEMM is deferred and adds to the main gradient later
         is_last = owner._is_syncing[self.chunk]
         self.slot.end_backward(is_last=is_last)
-        if gradient is not None:  # None: its operation added to the main gradient itself
+        if gradient is not None:  # None: the weight's GEMM added to the main gradient itself
             self.slot.add(gradient)
         elif not self.slot.is_keeping and self.slot.take_stale():
-            self.slot.zero()  # nothing was added: its operation had no gradient
+            self.slot.zero()  # no gradient was added in this micro-batch
         if is_last:
             owner._complete(bucket, self.index)
 
     def accumulated_later(self) -> None:
-        """Note a gradient that a ``WeightQueue`` put off and has now made."""
+        """Record that a gradient deferred by a ``WeightQueue`` has been computed."""
         owner, bucket = self._check()
         if owner._is_syncing_weights[self.chunk]:
             owner._complete(bucket, self.index)
@@ -413,8 +418,8 @@ class _GradientHook:
         owner, bucket = self._owner(), self._bucket()
         if owner is None or bucket is None:
             raise RuntimeError(
-                f"{self.name} received a gradient, but nothing holds its DataParallel any "
-                "more: keep it as long as the model trains, or call its remove_hooks() first."
+                f"{self.name} received a gradient, but its DataParallel was deleted: keep the "
+                "DataParallel as long as the model trains, or call its remove_hooks() first."
             )
         if bucket.is_reducing or owner.is_finished:
             raise RuntimeError(
@@ -431,18 +436,22 @@ def check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
     if tp.size > 1 and names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise ValueError(
-            f"{names[0]}{more}: nothing says how {tp.size} tensor ranks share it, so a norm "
-            "would count it wrongly. Wrap a module that all of them hold whole in "
-            "mcore_parallel.replicated(module, ctx.tp), with partial=True if it sees their own "
-            "tokens only; one that is split has a method layouts()."
+            f"{names[0]}{more}: no layout declares how {tp.size} tensor ranks share it, so a "
+            "norm would count it wrongly. Wrap a module that all of them hold whole in "
+            "mcore_parallel.replicated(module, ctx.tp), with partial=True if it computes other "
+            "tokens on each rank; give a split module a method layouts()."
         )
 
 
-def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, NamedParameter]]:
-    found = [entry for entry in walked if entry[1].parameter.requires_grad]
-    if not found:
-        raise ValueError("no parameter of the model requires a gradient")
-    for _, named in found:
+def _trainable(
+    parameters: list[tuple[int, NamedParameter]],
+) -> list[tuple[int, NamedParameter]]:
+    trainable = [entry for entry in parameters if entry[1].parameter.requires_grad]
+    if not trainable:
+        raise ValueError(
+            "no parameter of the model requires a gradient: set requires_grad of those to train"
+        )
+    for _, named in trainable:
         if grad_slot(named.parameter).main is not None:
             raise ValueError(
                 f"{named.name} already has a main gradient: wrap a model once, or call "
@@ -453,9 +462,9 @@ def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, Name
                 f"{named.name} already has a gradient, which would be added to that of the "
                 "first step: call model.zero_grad() before DataParallel."
             )
-    return found
+    return trainable
 
 
 def _holds(bucket: Bucket, parameters: Iterable[nn.Parameter]) -> bool:
-    wanted = set(parameters)
-    return any(slot.named.parameter in wanted for slot in bucket.slots)
+    searched = set(parameters)
+    return any(slot.named.parameter in searched for slot in bucket.slots)

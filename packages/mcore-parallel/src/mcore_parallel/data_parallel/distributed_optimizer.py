@@ -1,4 +1,4 @@
-"""The optimizer of all data-parallel engines: applies update rules to what this rank owns.
+"""The optimizer of all data-parallel engines: updates the ranges of weights of this rank.
 
 A ``GradientSync`` lists its weights in units (buckets, or parameters sharded by FSDP2). This
 rank owns a flat range of every unit: a slice if the engine shards the optimizer (ZeRO,
@@ -65,7 +65,7 @@ _MAX_ELEMENTS = 1 << 24
 """Most elements that one call updates, which bounds the temporary memory of casts and masks."""
 
 RowFactors = Mapping[str, Float[Tensor, " F"]]
-"""By parameter name: one factor for each of the parameter's rows on this rank."""
+"""Factors of rows by parameter name: one for each row that this rank holds."""
 
 NO_FACTORS: RowFactors = MappingProxyType({})
 NO_RATES: Mapping[str, float] = MappingProxyType({})
@@ -86,12 +86,13 @@ class _Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One piece of work of a step, on one run or on one chunk of matrices.
+    """One operation of a step, on one run or on one chunk of matrices.
 
-    ``update`` is the whole work on a run of an elementwise rule. For matrices: ``message``
-    writes a run's messages, ``send`` starts the exchange of a chunk, ``compute`` computes the
-    directions of the matrices that this rank owns, ``receive`` returns the directions of this
-    rank's runs, ``apply`` updates the weights of a run, ``free`` drops the chunk's memory.
+    ``update`` is the complete update of a run with an elementwise rule. For matrices:
+    ``message`` writes a run's messages, ``send`` starts the exchange of a chunk, ``compute``
+    computes the directions of the matrices that this rank owns, ``receive`` returns the
+    directions of this rank's runs, ``apply`` updates the weights of a run, ``free`` drops the
+    chunk's memory.
     """
 
     kind: Literal["update", "message", "send", "compute", "receive", "apply", "free"]
@@ -105,8 +106,8 @@ class DistributedOptimizer:
     """Applies update rules to the ranges of weights that this rank owns.
 
     Attributes:
-        rule: default rule, of parameters without a group.
-        num_steps: updates made; set it when state is loaded.
+        rule: rule of parameters without a group.
+        num_steps: number of updates so far; set it when state is loaded.
     """
 
     def __init__(
@@ -130,22 +131,22 @@ class DistributedOptimizer:
             data_parallel: the engine, which holds weights and gradients and assigns ranges to
                 ranks.
             rule: the update of parameters without a group.
-            group_of: returns the rule and rates of a parameter; None: ``rule`` for all, with
-                weight decay of matrices alone.
-            host_share: share of main weights and moments that is kept in host memory, first
-                those that are updated first; 0 to 1.
-            host_folder: folder of a file that holds this share in place of host memory, see
-                ``allocate_state_file``; empty: memory.
-            has_main: keep float32 main weights of 16-bit weights. Without them bfloat16
-                weights are updated in float32 and rounded stochastically.
+            group_of: returns the rule and rates of a parameter; None: ``rule`` for all
+                parameters, and weight decay for matrices only.
+            host_share: fraction, 0 to 1, of main weights and moments to keep in host memory,
+                beginning with those that are updated first.
+            host_folder: folder of a file that holds this fraction instead of host memory, see
+                ``allocate_state_file``; empty: use memory.
+            has_main: keep float32 main weights of 16-bit weights. Without main weights,
+                bfloat16 weights are updated in float32 and rounded stochastically.
             ema_decay: factor on the exponential moving average of the weights in each update;
                 0: no average is kept.
             matrix_tp_mode: how tensor ranks update a matrix that they share, see
                 ``MuonConfig.muon_tp_mode``.
 
         Raises:
-            ValueError: if ``has_main`` is False for float16 weights, or for weights of which
-                the engine keeps float32 copies; if the host or the folder has too little room.
+            ValueError: if ``has_main`` is False for float16 weights, or for weights whose
+                float32 copies the engine keeps; if host memory or the folder is too small.
         """
         self.data_parallel = data_parallel
         self.rule = rule
@@ -211,20 +212,20 @@ class DistributedOptimizer:
         named_lrs: Mapping[str, float] = NO_RATES,
         is_applied: Bool[Tensor, ""] | None = None,
     ) -> None:
-        """Update the weights on every rank.
+        """Update weights and state from the finished gradients, then gather the weights.
 
         Args:
             lr: learning rate.
-            weight_decay: decoupled decay; each ``UpdateGroup`` has a factor on it.
-            grad_scale: multiplies the gradients first: a clip coefficient.
+            weight_decay: decoupled decay, multiplied by the factor of each ``UpdateGroup``.
+            grad_scale: factor on the gradients, such as a clip coefficient.
             row_factors: factors by which rows of parameters are multiplied after the update,
                 equal on all ranks that hold a row.
             named_lrs: learning rates of the groups with an ``lr_name``.
-            is_applied: a mask that is equal on all ranks and read on the device. If it is
-                false, weights and state keep all their bits; the caller subtracts one from
-                ``num_steps`` when the host has read the mask. None: the step is applied. The
-                mask costs copies of the state, except for a ``MaskableRule`` without
-                ``ema_decay`` and ``row_factors``.
+            is_applied: a mask on the device, equal on all ranks. If the mask is false, weights
+                and state do not change by a bit; the caller subtracts one from ``num_steps``
+                when the host has read the mask. None: the step is applied. A mask costs copies
+                of the state, except for a ``MaskableRule`` without ``ema_decay`` and
+                ``row_factors``.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -252,14 +253,14 @@ class DistributedOptimizer:
     def _run_work(
         self, work: _Work, run: SegmentRun | None, rates: _Rates, flats: dict[int, Tensor]
     ) -> None:
-        """Do one piece of work; ``run`` is the run of ``work`` with its state on the device."""
+        """Perform one operation; ``run`` is that of ``work`` with its state on the device."""
         exchange, chunk = self._exchange, work.chunk
         if work.kind == "update":
             assert run is not None
             self._update(run, rates, run.grad, is_direction=False)
             return
         assert exchange is not None
-        if work.kind == "send":  # no message was written where the rank owns nothing
+        if work.kind == "send":  # a rank that owns no part of the chunk wrote no message
             exchange.send(chunk, flats.pop(chunk) if chunk in flats else exchange.flat(chunk))
         elif work.kind == "compute":
             exchange.compute(chunk, rates.num_steps, rates.is_applied)
@@ -280,14 +281,14 @@ class DistributedOptimizer:
     def _update(
         self, run: SegmentRun, rates: _Rates, change: Tensor, *, is_direction: bool
     ) -> None:
-        """Update the weights of one run in place.
+        """Update the weights and the state of one run in place.
 
         bfloat16 main weights are updated in float32 and rounded stochastically.
 
         Args:
             run: weights, moments and group.
             rates: arguments of the step.
-            change: gradients of an elementwise rule, or directions of a matrix rule.
+            change: gradients for an elementwise rule, or directions of a matrix rule.
             is_direction: whether ``change`` holds directions.
         """
         group, rule, mask = run.group, run.group.rule, rates.is_applied
@@ -301,7 +302,7 @@ class DistributedOptimizer:
         lr = rates.named_lrs[group.lr_name] if group.lr_name else rates.lr
         lr = lr * group.lr_factor / group.width
         decay = rates.weight_decay * group.width * group.decay_factor
-        # Not isinstance of the protocol, which takes 16 us a run of every step.
+        # A cast, since isinstance of a protocol takes 16 us for each run in every step.
         if is_direction:
             update = partial(_apply_direction, lr=lr, weight_decay=decay)
         else:
@@ -314,7 +315,8 @@ class DistributedOptimizer:
                 grad_scale=scale if width == 1.0 else scale * width,
             )
         is_narrow = run.main.dtype == torch.bfloat16
-        is_cut = is_narrow or mask is not None  # copies are made
+        # float32 copies and masked updates need temporary memory: update in bounded parts.
+        is_cut = is_narrow or mask is not None
         length = _MAX_ELEMENTS if is_cut else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
@@ -332,7 +334,7 @@ class DistributedOptimizer:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
     def main_ranges(self) -> list[tuple[OwnedRange, Tensor]]:
-        """List what this rank updates of each parameter, with views of its main weights."""
+        """List the ranges of parameters that this rank updates, with views of main weights."""
         return [
             (owned, owned.view(segment.main))
             for segments in self._segments.values()
@@ -343,7 +345,7 @@ class DistributedOptimizer:
         ]
 
     def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's main weights and moments by name, also those no checkpoint has."""
+        """Yield this rank's main weights and moments by name, with those not in checkpoints."""
         for segment in (s for each in self._segments.values() for s in each):
             ranges, stop = segment.unit.owned_ranges(), segment.begin + segment.main.numel()
             for owned in clipped(ranges, segment.begin, stop):
@@ -351,11 +353,11 @@ class DistributedOptimizer:
                     yield f"{kind}.{owned.named.name}", owned.view(flat)
 
     def named_shards(self) -> dict[str, Shard]:
-        """Describe main weights and moments by logical name, for a checkpoint.
+        """Return shards of main weights and moments by logical name, for a checkpoint.
 
-        Names are ``main.<logical>`` where the parameter is not its own main weight, and
-        ``<moment>.<logical>``, such as ``exp_avg.<logical>``. Load into the pieces, set
-        ``num_steps``, then call ``refresh``.
+        Names are ``main.<logical>``, unless the parameter is its own main weight, and
+        ``<moment>.<logical>``, such as ``exp_avg.<logical>``. To load, write into the pieces,
+        set ``num_steps``, then call ``refresh``.
         """
         shards = {} if self._exchange is None else self._exchange.named_shards()
         segments = [s for each in self._segments.values() for s in each]
@@ -371,17 +373,17 @@ class DistributedOptimizer:
         return shards
 
     def restart_average(self) -> None:
-        """Set averaged weights to the main weights, where there are any; no communication."""
+        """Set the averages of weights, if kept, to the main weights; no communication."""
         for segment in (s for each in self._segments.values() for s in each):
             if AVERAGE in segment.moments:
                 segment.moments[AVERAGE].copy_(segment.main)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the model's weights by their average within the block.
+        """Replace the model's weights by their averages within the ``with`` block.
 
-        Afterwards the trained weights are back with all their bits, from copies of this rank's
-        range. All-gathers over the data ranks before and after the block.
+        After the block the trained weights are restored bit for bit, from copies of this rank's
+        ranges. All-gathers over the data ranks before and after the block.
         """
         self.data_parallel.wait_params()
         trained: list[tuple[Tensor, Tensor]] = []
@@ -397,6 +399,7 @@ class DistributedOptimizer:
         try:
             yield
         finally:
+            # The engine yields units in the same order again, so the copies come in order.
             copies = iter(trained)
             for unit in self.data_parallel.gathering():
                 for _ in range(len(self._segments[unit]) * (1 + (unit.own_main() is not None))):
@@ -405,11 +408,11 @@ class DistributedOptimizer:
             self.data_parallel.wait_params()
 
     def refresh(self, *, from_parameters: bool = False) -> None:
-        """Make weights and main weights agree after a load; gathers over the data ranks.
+        """Make weights and main weights equal after a load; gathers over the data ranks.
 
         Args:
-            from_parameters: main weights were not loaded: take them from the parameters.
-                Otherwise the parameters take theirs from the main weights.
+            from_parameters: copy the parameters to the main weights, which were not loaded.
+                By default the main weights are rounded into the parameters.
         """
         if from_parameters:
             for segment in self._kept_apart():
@@ -425,10 +428,10 @@ class DistributedOptimizer:
         self.data_parallel.wait_params()
 
     def refresh_in_full(self) -> None:
-        """Round weights that are gathered in fp8 from main weights once more, for a save.
+        """Replace fp8-gathered weights by rounded main weights, for a save.
 
-        Gathers these over the data ranks in the model's dtype. GEMMs cast them to the same
-        fp8 numbers; the next step rounds them again.
+        Gathers these weights over the data ranks in the model's dtype. GEMMs cast them to the
+        same fp8 numbers; the next step gathers them in fp8 again.
         """
         self.data_parallel.wait_params()
         for segment in self._kept_apart():
@@ -437,7 +440,7 @@ class DistributedOptimizer:
         self.data_parallel.gather_in_full()
 
     def _kept_apart(self, unit: OwnedUnit | None = None) -> list[Segment]:
-        """List the segments, of one unit or all, that have main weights of their own."""
+        """List the segments of one unit, or of all, whose main weights are separate tensors."""
         units = self._segments if unit is None else (unit,)
         segments = [segment for each in units for segment in self._segments[each]]
         return [s for s in segments if self._keeps_main(s.unit)]
@@ -446,7 +449,10 @@ class DistributedOptimizer:
         return self._has_main and main_dtype(unit) != unit.dtype
 
     def _check_main_weights(self) -> None:
-        """Compare rounded main weights with the weights, which the update would overwrite."""
+        """Raise on all ranks if rounded main weights differ from the weights on any rank.
+
+        The update would overwrite such weights. One all-reduce over the world.
+        """
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
         for segment in (s for s in self._kept_apart() if not s.unit.is_narrow):
@@ -460,14 +466,16 @@ class DistributedOptimizer:
                 differs += (rounded != weights.view(torch.uint8)).any()
         if all_reduce(differs, ctx.world, "max").item():
             raise RuntimeError(
-                "weights were loaded or set after the optimizer was made, which holds them in "
-                "float32 too: call refresh(from_parameters=True) after it, or refresh() where "
-                "main weights were loaded."
+                "weights were loaded or set after the optimizer was built, and differ from its "
+                "float32 main weights: call refresh(from_parameters=True) after the change, or "
+                "refresh() if main weights were loaded too."
             )
 
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
-            raise RuntimeError("gradients are not summed yet: call finish() after backward")
+            raise RuntimeError(
+                "the optimizer needs summed gradients: call finish() after the last backward"
+            )
 
 
 def _plain_group(rule: AnyRule, named: NamedParameter) -> UpdateGroup:
@@ -477,24 +485,24 @@ def _plain_group(rule: AnyRule, named: NamedParameter) -> UpdateGroup:
 def _plan_step(
     runs: Mapping[OwnedUnit, Sequence[SegmentRun]], exchange: MatrixExchange | None
 ) -> dict[OwnedUnit, list[_Work]]:
-    """List the work of a step, by unit in the order of updates.
+    """List the operations of a step for each unit, in the order of updates.
 
-    The matrices of a unit come before its elementwise runs. The exchange is a pipeline: while
+    The matrices of a unit come before its elementwise runs. Exchanges are pipelined: while
     this rank computes chunk i, messages of chunk i + 1 and directions of chunk i - 1 are in
     flight. All ranks start the exchanges of all chunks in the same order.
     """
     num_chunks = 0 if exchange is None else exchange.num_chunks
-    # Of each chunk its runs, and where each begins in the chunk's flat tensors.
+    # For each chunk: its runs, each with its offset in the chunk's flat tensors.
     runs_of_chunks: list[list[tuple[SegmentRun, int]]] = []
     for chunk in range(num_chunks):
         assert exchange is not None
-        own = [run for each in runs.values() for run in each if run.chunk == chunk]
-        sizes = [run.main.numel() for run in own]
+        chunk_runs = [run for each in runs.values() for run in each if run.chunk == chunk]
+        sizes = [run.main.numel() for run in chunk_runs]
         begins = [0, *accumulate(sizes)][: len(sizes)]
-        runs_of_chunks.append(list(zip(own, begins, strict=True)))
+        runs_of_chunks.append(list(zip(chunk_runs, begins, strict=True)))
         exchange.place(chunk, _adjacent_runs(runs_of_chunks[-1]), sum(sizes))
     num_sent = num_computed = 0
-    num_left = [len(each) for each in runs_of_chunks]
+    num_unapplied = [len(each) for each in runs_of_chunks]
 
     def compute_up_to(chunk: int) -> Iterator[_Work]:
         """Send and compute ahead of ``chunk``, then receive its directions."""
@@ -510,39 +518,41 @@ def _plan_step(
         yield _Work("receive", chunk)
 
     plan: dict[OwnedUnit, list[_Work]] = {}
-    for place, (unit, own) in enumerate(runs.items()):
+    for position, (unit, unit_runs) in enumerate(runs.items()):
         works = plan[unit] = []
         for chunk in range(num_chunks):
-            if exchange is not None and exchange.first_unit(chunk) == place:
-                works += compute_up_to(chunk)  # on all ranks, whatever they own of the chunk
-            here = [(run, begin) for run, begin in runs_of_chunks[chunk] if run.unit is unit]
-            works += [_Work("apply", chunk, run.only_main(), begin) for run, begin in here]
-            num_left[chunk] -= len(here)
-            if here and not num_left[chunk]:
+            if exchange is not None and exchange.first_unit(chunk) == position:
+                works += compute_up_to(chunk)  # also on ranks without a run of the chunk
+            runs_here = [
+                (run, begin) for run, begin in runs_of_chunks[chunk] if run.unit is unit
+            ]
+            works += [_Work("apply", chunk, run.only_main(), begin) for run, begin in runs_here]
+            num_unapplied[chunk] -= len(runs_here)
+            if runs_here and not num_unapplied[chunk]:
                 works.append(_Work("free", chunk))
-        works += [_Work("update", run=run) for run in own if run.chunk < 0]
+        works += [_Work("update", run=run) for run in unit_runs if run.chunk < 0]
     return plan
 
 
 def _adjacent_runs(
-    placed_runs: Sequence[tuple[SegmentRun, int]],
+    runs_with_offsets: Sequence[tuple[SegmentRun, int]],
 ) -> Iterator[tuple[OwnedUnit, int, int, int]]:
     """Join adjacent runs of a unit; yield unit, begin, stop and offset in flat tensors."""
-    open_: tuple[OwnedUnit, int, int, int] | None = None
-    for run, begin in placed_runs:
+    joined: tuple[OwnedUnit, int, int, int] | None = None
+    for run, begin in runs_with_offsets:
         stop = run.begin + run.main.numel()
-        if open_ is not None and open_[0] is run.unit and open_[2] == run.begin:
-            open_ = (*open_[:2], stop, open_[3])
+        if joined is not None and joined[0] is run.unit and joined[2] == run.begin:
+            joined = (*joined[:2], stop, joined[3])
             continue
-        if open_ is not None:
-            yield open_
-        open_ = (run.unit, run.begin, stop, begin)
-    if open_ is not None:
-        yield open_
+        if joined is not None:
+            yield joined
+        joined = (run.unit, run.begin, stop, begin)
+    if joined is not None:
+        yield joined
 
 
 def _write_message(run: SegmentRun, rates: _Rates, flat: Tensor) -> None:
-    """Update a run's moments by its matrix rule, and write its messages, in parts."""
+    """Update a run's moments by its matrix rule, and write its messages into ``flat``."""
     rule = cast("MatrixRule", run.group.rule)
     for begin in range(0, flat.numel(), _MAX_ELEMENTS):
         cut = slice(begin, begin + _MAX_ELEMENTS)
@@ -572,11 +582,11 @@ def _scale_rows(
     main: Shaped[Tensor, " n"],
     weights: Shaped[Tensor, " n"],
 ) -> None:
-    """Multiply the rows of main weights that have factors, in place; the weights follow.
+    """Multiply rows of main weights by their factors, in place, and copy them to weights.
 
     Args:
         ranges: the parts of parameters that ``main`` holds.
-        factors: of rows, by the parameters' names.
+        factors: factors of the rows of some parameters, by parameter name.
         main: flat main weights.
         weights: flat weights of the model; the same memory as ``main`` if the dtypes are equal.
     """

@@ -1,4 +1,4 @@
-"""The data-parallel engines, by what they shard: one entry and one file each."""
+"""Table of the data-parallel engines by ``--data-parallel-sharding-strategy``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,13 +11,13 @@ from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 
 Engine = Callable[[Sequence[nn.Module], ParallelContext, DataParallelConfig], GradientSync]
-"""Wraps the model chunks of a rank, in forward order."""
+"""Builds an engine for the model chunks of a rank, given in forward order."""
 
 
 def _fully_sharded(
     chunks: Sequence[nn.Module], ctx: ParallelContext, config: DataParallelConfig
 ) -> GradientSync:
-    """Import ``fully_shard``, which takes a second that other runs do not pay, and call it."""
+    """Build the engine of FSDP2; imports ``fully_shard`` here, since that takes a second."""
     from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 
     return FullyShardedDataParallel(chunks, ctx, config)
@@ -31,4 +31,4 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "optim_grads_params": _fully_sharded,
     }
 )
-"""By ``DataParallelConfig.sharding``."""
+"""Engines by ``DataParallelConfig.sharding``."""

@@ -1,17 +1,17 @@
 """Fully sharded data parallelism by torch's ``fully_shard``: ZeRO-2, ZeRO-3 and hybrid.
 
 Each block is one unit of communication, the rest of a chunk another. Weights are all-gathered
-for a unit's forward and backward; gradients are reduce-scattered after every backward, also of
-the first micro-batches, and add up in this rank's rows. A rank keeps its rows of every weight
-and of every gradient. If the model computes in 16 bits, both are float32, and the rows of
-weights are the main weights. With ``main_grads_dtype`` bf16 both have 16 bits, and main
-weights, if any, belong to the optimizer, for example in host memory. Tensor and expert
-parallelism come first: the rows are rows of the rank's tensor- or expert-parallel part. With
-several optimizer instances (HSDP) the data ranks of one instance share the weights, and
-gradients are summed over instances once a step.
+for a unit's forward and backward. Gradients are reduce-scattered after the backward of every
+micro-batch, and add up in this rank's rows. A rank keeps its rows of every weight and of every
+gradient. If the model computes in 16 bits, both are float32, and the rows of weights are the
+main weights. With ``main_grads_dtype`` bf16 both have 16 bits, and the optimizer keeps main
+weights, if any, for example in host memory. Tensor and expert parallelism are applied first:
+the rows are rows of the rank's tensor- or expert-parallel part. With several optimizer
+instances (HSDP) the data ranks of one instance share the weights, and gradients are summed over
+instances once a step.
 
-Weights may be on the meta device at first: rows start as zeros, and ``fill_weights`` sets one
-parameter at a time, so that a rank never holds more than its rows and one parameter.
+Weights may be on the meta device before sharding: rows start as zeros, and ``fill_weights``
+sets one parameter at a time, so that a rank never holds more than its rows and one parameter.
 
 Some parameters stay in buckets (``DataParallel``): those that one data rank holds alone, such
 as experts if expert parallelism spans all data ranks, and those whose dtype differs from that
@@ -54,10 +54,11 @@ from mcore_parallel.sharding import (
 
 
 class FullyShardedDataParallel(GradientSync):
-    """Weights, gradients and optimizer sharded over the data ranks.
+    """Engine that shards weights, gradients and optimizer state over the data ranks.
 
-    Parameters become DTensors of this rank's rows; while a unit computes they are whole. Other
-    methods of a chunk than ``forward`` have whole weights only right after ``forward``.
+    Parameters become DTensors of this rank's rows; while a unit computes, its parameters are
+    whole. Methods of a chunk other than ``forward`` have whole weights only directly after
+    ``forward``.
     """
 
     keeps_weights = False
@@ -68,35 +69,34 @@ class FullyShardedDataParallel(GradientSync):
         """Shard the parameters of all chunks in place; no communication.
 
         Args:
-            chunks: model chunks of this rank, in forward order. Their layers
-                (``layer_stacks``) are units of their own. Weights on the meta device become
-                zeros on that of ``ctx``.
+            chunks: model chunks of this rank, in forward order. Each layer (``layer_stacks``)
+                is a unit. Weights on the meta device become zeros on the device of ``ctx``.
             ctx: the rank grid.
             config: its ``sharding`` decides whether forward frees whole weights.
 
         Raises:
-            ValueError: if nothing is trainable, or, with tensor ranks, a module does not say
-                how they share its parameters.
+            ValueError: if nothing is trainable, or, with tensor ranks, a module does not
+                declare how they share its parameters.
         """
         check_declared(chunks, ctx.tp)
         self.ctx, self.config, self.chunks = ctx, config, list(chunks)
-        found = [list(named_parameters(chunk)) for chunk in chunks]
-        bucketed = _bucketed([named for each in found for named in each], ctx)
-        self._frozen = [n for each in found for n in each if not n.parameter.requires_grad]
-        left_out = bucketed | {named.parameter for named in self._frozen}
-        for parameter in left_out:
+        parameters = [list(named_parameters(chunk)) for chunk in chunks]
+        bucketed = _bucketed([named for each in parameters for named in each], ctx)
+        self._frozen = [n for each in parameters for n in each if not n.parameter.requires_grad]
+        ignored = bucketed | {named.parameter for named in self._frozen}
+        for parameter in ignored:
             give_memory(parameter, ctx.device)
         self._buckets: DataParallel | None = None
         if bucketed:
-            rest = DataParallelConfig(
+            bucket_config = DataParallelConfig(
                 use_distributed_optimizer=True, grad_reduce_in_bf16=config.has_narrow_grads
             )
-            self._buckets = DataParallel(chunks, ctx, rest, only=bucketed)
+            self._buckets = DataParallel(chunks, ctx, bucket_config, only=bucketed)
         meshes = {kind: (_mesh(ctx, kind), axis) for kind, axis in _shard_axes(ctx).items()}
         self._sharded: list[ShardedParameter] = []
-        for chunk, each in zip(chunks, found, strict=True):
-            own = [named for named in each if named.parameter not in left_out]
-            self._shard(chunk, own, left_out, meshes)
+        for chunk, each in zip(chunks, parameters, strict=True):
+            sharded = [named for named in each if named.parameter not in ignored]
+            self._shard(chunk, sharded, ignored, meshes)
         self._units: list[OwnedUnit] = [*reversed(self._sharded)]
         if self._buckets is not None:
             self._units += self._buckets.units
@@ -105,70 +105,76 @@ class FullyShardedDataParallel(GradientSync):
     def _shard(
         self,
         chunk: nn.Module,
-        own: Sequence[NamedParameter],
-        left_out: set[nn.Parameter],
+        sharded: Sequence[NamedParameter],
+        ignored: set[nn.Parameter],
         meshes: Mapping[str, tuple[DeviceMesh | None, Axis]],
     ) -> None:
         """Shard one chunk, innermost modules first."""
-        # fully_shard replaces the parameters: keep their names and shapes, without memory.
-        meta = [nn.Parameter(n.parameter.detach().to("meta")) for n in own]
-        before = [replace(n, parameter=p) for n, p in zip(own, meta, strict=True)]
-        experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
-        gives_back = self.config.sharding == "optim_grads_params"
+        # fully_shard replaces the parameters: keep their names, shapes and dtypes on "meta".
+        placeholders = [nn.Parameter(n.parameter.detach().to("meta")) for n in sharded]
+        unsharded = [
+            replace(n, parameter=p) for n, p in zip(sharded, placeholders, strict=True)
+        ]
+        experts = {_owner(n.name) for n in sharded if n.layout.data == "expert"}
+        frees_weights = self.config.sharding == "optim_grads_params"
         for name in sorted(experts):
-            self._wrap(chunk.get_submodule(name), *meshes["expert"], left_out, gives_back)
+            self._wrap(chunk.get_submodule(name), *meshes["expert"], ignored, frees_weights)
         for block in chain.from_iterable(layer_stacks(chunk)):
-            self._wrap(block, *meshes["dense"], left_out, gives_back)
+            self._wrap(block, *meshes["dense"], ignored, frees_weights)
         # Embedding, head and final norm: the loss reads the head after forward, so forward does
         # not free these weights. A middle stage has none of them, but its blocks need a root.
-        if own:
+        if sharded:
             kind = "dense" if meshes["dense"][0] else "expert"
-            self._wrap(chunk, *meshes[kind], left_out, gives_back=False, is_root=True)
-        kinds = {
+            self._wrap(chunk, *meshes[kind], ignored, frees_weights=False, is_root=True)
+        axes = {
             "dense": (self.ctx.optimizer_shard, self.ctx.optimizer_replica),
             "expert": (self.ctx.expert_optimizer_shard, self.ctx.expert_optimizer_replica),
         }
-        for named in before:
+        for named in unsharded:
             parameter = chunk.get_parameter(named.name)
-            self._sharded.append(ShardedParameter(named, parameter, *kinds[named.layout.data]))
+            self._sharded.append(ShardedParameter(named, parameter, *axes[named.layout.data]))
 
     def _wrap(
         self,
         module: nn.Module,
         mesh: DeviceMesh | None,
         axis: Axis,
-        left_out: set[nn.Parameter],
-        gives_back: bool,
+        ignored: set[nn.Parameter],
+        frees_weights: bool,
         *,
         is_root: bool = False,
     ) -> None:
-        """Call ``fully_shard`` on a module whose weights are widened first."""
-        own = [
+        """Cast a module's weights to the dtype of their rows and call ``fully_shard``.
+
+        Parameters that a call on a submodule has sharded already are left out.
+        """
+        parameters = [
             parameter
             for parameter in module.parameters()
-            if parameter not in left_out and not isinstance(parameter, DTensor)
+            if parameter not in ignored and not isinstance(parameter, DTensor)
         ]
-        if not own and not is_root:
+        if not parameters and not is_root:
             return
         assert mesh is not None
-        dtype = own[0].dtype if own else torch.float32
+        dtype = parameters[0].dtype if parameters else torch.float32
         is_narrow = self.config.main_grads_dtype == "bf16"
         wide = dtype if is_narrow else torch.promote_types(dtype, torch.float32)
-        for parameter in own:
+        for parameter in parameters:
             parameter.data = parameter.data.to(wide)
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=gives_back,
+            reshard_after_forward=frees_weights,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if wide == dtype else dtype,
                 reduce_dtype=dtype if self.config.has_narrow_grads else wide,
                 cast_forward_inputs=False,
             ),
-            ignored_params=left_out,
+            ignored_params=ignored,
         )
         module._apply(partial(zeros_of_meta, device=self.ctx.device))
-        for parameter in own:  # whole still; callers may hold it until all is sharded
+        # Free the whole weights, of which callers may keep references until all is sharded.
+        for parameter in parameters:
             parameter.data = parameter.data.new_empty(0)
         assert isinstance(module, FSDPModule)
         ShardingWaits(module, axis, is_root=is_root)
@@ -178,7 +184,7 @@ class FullyShardedDataParallel(GradientSync):
 
     @property
     def units(self) -> Sequence[OwnedUnit]:
-        """One for each sharded parameter, and the buckets of the others."""
+        """A unit for each sharded parameter, and the buckets of the other parameters."""
         return self._units
 
     @property
@@ -187,7 +193,7 @@ class FullyShardedDataParallel(GradientSync):
         return self._is_finished
 
     def zero_grad(self) -> None:
-        """Make all gradients zero."""
+        """Set all gradients to zero."""
         grads = [unit.grads for unit in self._sharded if unit.grads.numel()]
         if grads:
             torch._foreach_zero_(grads)
@@ -199,8 +205,8 @@ class FullyShardedDataParallel(GradientSync):
     def no_sync(self) -> Iterator[None]:
         """Keep gathered weights (ZeRO-2) and defer sums over instances, within the block.
 
-        Gradients of every micro-batch are still reduce-scattered: unsharded ones would not
-        fit in memory.
+        Gradients of every micro-batch are still reduce-scattered, since unsharded gradients
+        might not fit in memory.
         """
         for chunk in self.chunks:
             self._set_last(chunk, is_last=False)
@@ -222,7 +228,7 @@ class FullyShardedDataParallel(GradientSync):
 
     def _set_last(self, chunk: nn.Module, *, is_last: bool) -> None:
         if not isinstance(chunk, FSDPModule):
-            return  # all of it is in buckets
+            return  # all parameters of the chunk are in buckets
         chunk.set_requires_all_reduce(is_last)
         if self.config.sharding == "optim_grads":
             chunk.set_reshard_after_backward(is_last)
@@ -230,7 +236,7 @@ class FullyShardedDataParallel(GradientSync):
     def finish(self) -> None:
         """Sum partial gradients over tensor ranks, and tied copies over stages.
 
-        Backward has summed over data ranks already. The first call also compares replicas.
+        Backward has summed gradients over data ranks. The first call also compares replicas.
 
         Raises:
             ValueError: see ``DataParallel.finish``.
@@ -249,7 +255,7 @@ class FullyShardedDataParallel(GradientSync):
 
     @property
     def update_order(self) -> Sequence[OwnedUnit]:
-        """The units as ``gathering`` yields them."""
+        """The units in the order of ``gathering``."""
         order: list[OwnedUnit] = [*reversed(self._sharded)]
         return order if self._buckets is None else [*order, *self._buckets.update_order]
 
@@ -260,7 +266,7 @@ class FullyShardedDataParallel(GradientSync):
             yield from self._buckets.gathering()
 
     def wait_params(self) -> None:
-        """Round what ``weight_shards`` shows, and drop weights that modules have gathered."""
+        """Update the 16-bit copies of ``weight_shards``, and free gathered weights."""
         for unit in self._sharded:
             unit.refresh_copy()
         for chunk in self.chunks:
@@ -271,7 +277,7 @@ class FullyShardedDataParallel(GradientSync):
             self._buckets.wait_params()
 
     def weight_shards(self) -> dict[str, Shard]:
-        """Describe this rank's rows; those of 16 bits are copies of rows of float32."""
+        """Return shards of this rank's rows in the model's dtype, rounded if narrower."""
         shards = self.owned_shards([(unit, 0, unit.own_weights()) for unit in self._sharded])
         if self._buckets is not None:
             shards |= self._buckets.weight_shards()
@@ -279,9 +285,10 @@ class FullyShardedDataParallel(GradientSync):
         return shards | shards_of(frozen, self.ctx.data_axes())
 
     def fill_weights(self, fill: Callable[[Mapping[str, Shard]], None]) -> None:
-        """Let a function set the weights, those of one sharded parameter at a time.
+        """Set the weights by a function, one sharded parameter at a time.
 
-        It sees them in the model's dtype, and rows become exactly these.
+        The function writes into a tensor of the model's dtype, which is then copied to the
+        rows.
         """
         frozen = [(named, named.parameter.detach()) for named in self._frozen]
         fill(shards_of(frozen, self.ctx.data_axes()))
@@ -297,11 +304,13 @@ class FullyShardedDataParallel(GradientSync):
         check_weights(self.units, self.ctx)
 
 
-def _bucketed(found: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.Parameter]:
-    """Choose the trainable parameters that cannot be sharded, or are of another dtype."""
-    trainable = [named for named in found if named.parameter.requires_grad]
+def _bucketed(parameters: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.Parameter]:
+    """Return the trainable parameters that cannot be sharded, or have a less common dtype."""
+    trainable = [named for named in parameters if named.parameter.requires_grad]
     if not trainable:
-        raise ValueError("no parameter of the model requires a gradient")
+        raise ValueError(
+            "no parameter of the model requires a gradient: set requires_grad on those to train"
+        )
     sizes: Counter[torch.dtype] = Counter()
     for named in trainable:
         sizes[named.parameter.dtype] += named.parameter.numel()
@@ -322,7 +331,7 @@ def _shard_axes(ctx: ParallelContext) -> dict[str, Axis]:
 
 
 def _mesh(ctx: ParallelContext, kind: str) -> DeviceMesh | None:
-    """Make torch's mesh of the context's own groups; None where a rank is alone."""
+    """Build torch's device mesh from the groups of the context; None for a single rank."""
     shard, replica = ctx.optimizer_shard, ctx.optimizer_replica
     if kind == "expert":
         shard, replica = ctx.expert_optimizer_shard, ctx.expert_optimizer_replica
@@ -346,9 +355,9 @@ class ShardedParameter:
 
     Attributes:
         named: name and layout; its ``parameter`` has the shape before sharding and no memory.
-        dtype: of the gathered weight.
-        rows: flat; main weights if float32 or wider.
-        grads: their gradients, flat.
+        dtype: dtype of the gathered weight.
+        rows: flat weights of the rows; the main weights if float32 or wider.
+        grads: flat gradients of the rows.
     """
 
     is_narrow = False
@@ -356,11 +365,11 @@ class ShardedParameter:
     def __init__(
         self, named: NamedParameter, parameter: nn.Parameter, shard: Axis, replica: Axis
     ) -> None:
-        """Take over the gradient of a parameter that ``fully_shard`` has sharded.
+        """Allocate the gradient of a parameter that ``fully_shard`` has sharded.
 
         Args:
-            named: of before; the dtype is that of the model.
-            parameter: its shard, a DTensor.
+            named: the parameter before sharding, in the dtype of the model.
+            parameter: the sharded parameter, a DTensor.
             shard: ranks that share the rows.
             replica: ranks that hold the same rows.
         """
@@ -371,10 +380,12 @@ class ShardedParameter:
         self.rows = local.view(-1)
         self.grads = torch.zeros_like(self.rows)
         self._copy: Tensor | None = None
-        rows, row = named.parameter.shape[0], named.parameter[0].numel()
-        begin = min(shard.rank * -(-rows // shard.size), rows) * row
+        # fully_shard splits rows like torch.chunk: ceil(rows / ranks) for each rank, so the
+        # last ranks may hold fewer rows, or none.
+        num_rows, row_numel = named.parameter.shape[0], named.parameter[0].numel()
+        begin = min(shard.rank * -(-num_rows // shard.size), num_rows) * row_numel
         self.range = OwnedRange(named, begin, begin + local.numel(), 0)
-        # torch adds the sums of each backward to a gradient that is there, in place.
+        # torch adds the sums of each backward to an existing gradient in place.
         parameter.grad = DTensor.from_local(
             self.grads.view(local.shape),
             parameter.device_mesh,
@@ -390,7 +401,7 @@ class ShardedParameter:
         return (self.named,)
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """Return its rows here; none where there are fewer rows than ranks."""
+        """Return the range of this rank's rows; empty if this rank holds no row."""
         return [self.range] if self.rows.numel() else []
 
     def own_weights(self) -> Shaped[Tensor, " n"]:
@@ -402,7 +413,7 @@ class ShardedParameter:
         return self._copy
 
     def own_main(self) -> Shaped[Tensor, " n"] | None:
-        """Return the rows, unless they are of 16 bits."""
+        """Return the rows if they are float32 or wider, else None."""
         is_wide = torch.promote_types(self.rows.dtype, torch.float32) == self.rows.dtype
         return self.rows if is_wide else None
 
@@ -411,12 +422,12 @@ class ShardedParameter:
         return self.grads
 
     def refresh_copy(self) -> None:
-        """Round the rows into the copy, if there is one."""
+        """Round the rows into the 16-bit copy, if ``own_weights`` has made one."""
         if self._copy is not None:
             self._copy.copy_(self.rows)
 
     def copies(self) -> Iterator[Copy]:
-        """List the rows, which ranks of other instances and tied stages hold too."""
+        """Yield the rows for other instances and tied stages, and their replicated parts."""
         layout = self.named.layout
         yield Copy(self.named.name, self.replica, self.rows, True)
         yield Copy(self.named.name, layout.tied, self.rows, True)
@@ -425,7 +436,7 @@ class ShardedParameter:
                 yield Copy(self.named.name, part.replicas, view, False)
 
     def parts_of_sums(self) -> Iterator[tuple[Axis, Tensor]]:
-        """List the gradients that are parts of a sum over tensor ranks, with their axes."""
+        """Yield the gradients that are parts of a sum over tensor ranks, with their axes."""
         for part in self.named.layout.parts:
             if part.partial.size > 1:
                 for view in self._views(part, self.grads):

@@ -1,12 +1,12 @@
-"""Gradient noise of a step, from norms of gradients that the step has anyway.
+"""Estimates the gradient noise of a step from norms of gradients that the step computes.
 
-A step adds up N parts of its batch: micro-batches, and those of other data ranks. The mean
-square of a part's gradient exceeds that of the whole by the noise, so two norms give both the
-noise and the signal without another backward: that of one part on each rank, taken before the
-next part is added or ranks sum, and that of the sum.
+A step adds up N parts of its batch: the micro-batches of all data ranks. The mean square of a
+part's gradient exceeds the square of the whole gradient by the noise. So two norms give noise
+and signal without another backward: the norm of one part on each rank, taken before the next
+part is added or ranks sum, and the norm of the sum.
 
-With G_big the gradient of the batch and G_small that of a part, both as means over their
-samples, and the batch as the unit of size, two estimates are unbiased:
+With G_big the gradient of the batch and G_small the gradient of a part, both as means over
+their samples, and the batch as the unit of size, two estimates are unbiased:
     ``|G|^2 = (N |G_big|^2 - |G_small|^2) / (N - 1)``
     ``tr(S) / B = (|G_small|^2 - |G_big|^2) / (N - 1)``
 Their ratio is the noise scale over the batch size: above 1 a step's gradient is more noise than
@@ -33,12 +33,12 @@ from mcore_parallel.sharding import NamedParameter, held_share
 
 @dataclass(frozen=True, slots=True)
 class NoiseSquares:
-    """What one rank saw of a step; sums over the world give the norms."""
+    """Squares of gradients that one rank holds in a step; sums over the world give norms."""
 
     part: Float[Tensor, ""]
     """Square of this rank's gradient of one part, over the number of data ranks."""
     whole: Float[Tensor, ""]
-    """Square of what this rank owns of the summed gradient."""
+    """Square of the range of the summed gradient that this rank owns."""
     num_parts: int
     """Parts of the batch over all data ranks."""
 
@@ -56,17 +56,17 @@ def noise_and_signal(part: float, whole: float, num_parts: int) -> tuple[float, 
 
 
 class GradientNoise:
-    """Takes the two norms of a step, over the dense weights of one ``DataParallel``.
+    """Computes the two norms of a step over the dense weights of one ``DataParallel``.
 
-    Left out are experts, which other ranks send tokens to, and buckets that wait for sums over
-    other axes (norms under sequence parallelism, tied embeddings): a rank never holds their
+    Experts, which get tokens of other ranks, and buckets that need sums over other axes (norms
+    under sequence parallelism, tied embeddings) are not measured: no rank ever holds their
     gradient of one part.
     """
 
     def __init__(self, data_parallel: DataParallel) -> None:
         self._data_parallel = data_parallel
         dense = [b for b in data_parallel.buckets if b.kind == "dense" and not b.is_late]
-        # Slots that add several micro-batches at once hold none of them alone.
+        # A slot that adds several micro-batches at once never holds the gradient of one.
         self._buckets = [
             bucket
             for bucket in dense
@@ -76,14 +76,14 @@ class GradientNoise:
         self._num_microbatches = 0
 
     def start(self, num_microbatches: int) -> Callable[[int], None] | None:
-        """Measure the step that comes.
+        """Measure the next step.
 
         Args:
-            num_microbatches: of each data rank in the step.
+            num_microbatches: micro-batches of each data rank in the step.
 
         Returns:
-            What is to be called with a chunk once its first micro-batch has gradients; None:
-            nothing.
+            A callback to call with a chunk's number when the gradients of its first micro-batch
+            are complete; None: no call is needed.
         """
         self._parts, self._num_microbatches = [], num_microbatches
         if num_microbatches > 1:
@@ -92,14 +92,14 @@ class GradientNoise:
         return None
 
     def end(self) -> None:
-        """Read no more gradients of this step."""
+        """Stop measuring: no gradient is read until the next ``start``."""
         self._data_parallel.before_sum = None
 
     def take(self) -> NoiseSquares | None:
-        """Return the squares of the step measured last; None if its batch has one part alone.
+        """Return the squares of the last measured step; None if its batch has only one part.
 
-        Call it after ``finish``. A CUDA graph that was captured while a step was measured sets
-        the squares of its parts anew in each replay.
+        Call it after ``finish``. A CUDA graph that was captured while a step was measured
+        updates the squares of parts in each replay.
         """
         data = self._data_parallel.ctx.dp_cp
         num_parts = self._num_microbatches * data.size
@@ -107,7 +107,7 @@ class GradientNoise:
             return None
         whole = torch.zeros((), device=self._data_parallel.ctx.device, dtype=torch.float64)
         for bucket in self._buckets:
-            # Ranks beyond the owner hold the same sum and count it once more.
+            # Replica ranks hold the same sum, which the sum over the world counts repeatedly.
             copies = bucket.replica.size
             owned = [(o.named, o.view(bucket.own_grads())) for o in bucket.owned_ranges()]
             whole += _squares(owned) / copies
@@ -124,20 +124,20 @@ class GradientNoise:
 
     def _add(self, bucket: Bucket, chunk: int = -1) -> None:
         slots = [s for s in bucket.slots if chunk in (-1, s.chunk)]
-        # A stale slot still holds the step before: the part has no gradient for its weight.
+        # A stale slot still holds the last step's gradient: its weight got none in this part.
         fresh = [s for s in slots if not grad_slot(s.named.parameter).is_stale]
         if fresh:
             self._parts.append(_squares([(s.named, bucket.main_grad(s)) for s in fresh]))
 
 
 def _squares(gradients: Sequence[tuple[NamedParameter, Tensor]]) -> Float[Tensor, ""]:
-    """Add up squares; what several tensor ranks hold counts once over all of them."""
+    """Sum the squares of gradients; elements that several tensor ranks hold count once."""
     by_share: dict[float, list[Tensor]] = defaultdict(list)
     for named, gradient in gradients:
         if gradient.numel():
             by_share[held_share(named.layout)].append(gradient)
     total = torch.zeros((), dtype=torch.float64)
-    # Shares stay numbers of the host: a tensor of them could not be copied inside a CUDA graph.
+    # Shares are Python numbers: a host tensor could not be copied inside a CUDA graph.
     for share, views in by_share.items():
         wide = torch.promote_types(views[0].dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(views, 2.0, dtype=wide)).double()

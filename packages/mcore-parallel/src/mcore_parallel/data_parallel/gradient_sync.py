@@ -2,7 +2,7 @@
 
 An engine wraps the model chunks of a rank, sums their gradients over ranks, and lists in
 ``units`` the weights that this rank updates. The optimizer, checkpoints and comparisons of
-replicas use engines through this class alone; ``engines.ENGINES`` lists the engines.
+replicas use engines only through this class; ``engines.ENGINES`` lists the engines.
 """
 
 from abc import ABC, abstractmethod
@@ -38,11 +38,11 @@ class OwnedRange:
 
 
 class Copy(NamedTuple):
-    """A tensor of weights that other ranks hold too."""
+    """A tensor of weights that several ranks hold."""
 
     name: str
     axis: Axis
-    """Ranks that hold it; may be one rank alone."""
+    """Ranks that hold the tensor; may be a single rank."""
     weights: Tensor
     stays_equal: bool
     """Whether every update keeps the copies equal to the last bit."""
@@ -50,15 +50,15 @@ class Copy(NamedTuple):
 
 @runtime_checkable
 class OwnedUnit(Protocol):
-    """Weights that an engine communicates together; flat tensors of this rank's part of them.
+    """Weights that an engine communicates together, and flat tensors of this rank's part.
 
-    The tensors have the same memory in every step. They hold the parameters in the order of
-    ``members``; padding between parameters is zero and stays zero.
+    The flat tensors keep their memory from step to step. They hold the parameters in the order
+    of ``members``; padding between parameters is zero and stays zero.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights in the model."""
+        """Dtype of the weights in the model."""
 
     @property
     def is_narrow(self) -> bool:
@@ -66,47 +66,47 @@ class OwnedUnit(Protocol):
 
     @property
     def members(self) -> Sequence[NamedParameter]:
-        """Parameters of the unit, also those of which this rank owns nothing."""
+        """Parameters of the unit, also those that belong to other ranks only."""
 
     def owned_ranges(self) -> list[OwnedRange]:
-        """List what of each parameter this rank owns, in memory order."""
+        """List the ranges of the parameters that this rank owns, in memory order."""
 
     def own_weights(self) -> Shaped[Tensor, " n"]:
         """Return the weights, in the model's dtype."""
 
     def own_main(self) -> Shaped[Tensor, " n"] | None:
-        """Return main weights that the engine keeps; None: the optimizer makes its own."""
+        """Return main weights that the engine keeps; None: the optimizer allocates them."""
 
     def own_grads(self) -> Shaped[Tensor, " n"]:
-        """Return the gradients, meaningful after ``finish``."""
+        """Return the gradients, valid after ``finish``."""
 
     def copies(self) -> Iterable[Copy]:
-        """List the weights that other ranks hold too, in forward order."""
+        """Return the weights that several ranks hold, in forward order."""
 
 
 FlatPart = tuple[OwnedUnit, int, Tensor]
-"""A unit, the offset in this rank's shard, and a flat tensor with the layout from there on."""
+"""A unit, an offset in this rank's part of it, and a flat tensor that begins at the offset."""
 
 
 def clipped(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[OwnedRange]:
-    """Cut ranges to elements [begin, stop) of what the rank owns, counted from ``begin``."""
+    """Clip ranges to elements [begin, stop) of this rank's part; count offsets from begin."""
     for owned in ranges:
         first = max(begin, owned.offset)
         last = min(stop, owned.offset + owned.stop - owned.first)
         if first < last:
-            moved = owned.first - owned.offset
-            yield OwnedRange(owned.named, first + moved, last + moved, first - begin)
+            shift = owned.first - owned.offset  # from the rank's part to the parameter
+            yield OwnedRange(owned.named, first + shift, last + shift, first - begin)
 
 
 class GradientSync(ABC):
     """A data-parallel engine of all model chunks of this rank.
 
-    A step: ``zero_grad``; forwards and backwards, of which all but a chunk's last run inside
-    ``no_sync``; ``finish``; then the optimizer updates each unit of ``gathering``.
+    Order of a step: ``zero_grad``; forwards and backwards, all inside ``no_sync`` except the
+    last of each chunk; ``finish``; then the optimizer updates each unit of ``gathering``.
 
     Attributes:
-        ctx: the context whose data axes it sums over.
-        config: the switches it was built with.
+        ctx: the context whose data axes gradients are summed over.
+        config: the options that the engine was built with.
         keeps_weights: whether a weight keeps its address from step to step, so that casts of
             weights can be cached by address.
     """
@@ -139,10 +139,10 @@ class GradientSync(ABC):
 
     @abstractmethod
     def weight_shards(self) -> dict[str, Shard]:
-        """Describe the model's weights on this rank, in the model's dtype, by logical name.
+        """Return shards of this rank's weights, in the model's dtype, by logical name.
 
-        The views stay valid, and are current after ``wait_params``. Write to them only when
-        loading, then call ``DistributedOptimizer.refresh``.
+        The views stay valid, and are up to date after ``wait_params``. Write to them only to
+        load weights, then call ``DistributedOptimizer.refresh``.
         """
 
     @abstractmethod
@@ -159,14 +159,14 @@ class GradientSync(ABC):
         No communication: the function must set equal values on ranks that hold equal boxes.
 
         Args:
-            fill: called with this rank's shards by logical name, in the model's dtype. It may
-                be called several times, with each tensor once.
+            fill: sets the shards that it gets by logical name, in the model's dtype. It may be
+                called several times, once for each tensor.
         """
         fill(self.weight_shards())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without sums over data ranks, within the block."""
+        """Accumulate gradients without sums over data ranks, within the ``with`` block."""
         yield
 
     def start_sync(self, chunk: int) -> None:  # noqa: B027 - an engine may sum in finish alone
@@ -195,18 +195,18 @@ class GradientSync(ABC):
     def gather_in_full(self) -> None:  # noqa: B027 - most units are never narrow
         """All-gather in the model's dtype the weights that ``gathering`` sends in fp8."""
 
-    def wait_params(self) -> None:  # noqa: B027 - an engine may have nothing on its way
-        """Make ``weight_shards`` current: before a save, a comparison, an export."""
+    def wait_params(self) -> None:  # noqa: B027 - an engine may have nothing in flight
+        """Bring ``weight_shards`` up to date: before a save, a comparison or an export."""
 
     def remove_hooks(self) -> None:  # noqa: B027 - an engine may have none
-        """Give the parameters back: backward fills ``.grad`` again."""
+        """Remove the engine's hooks from the parameters: backward fills ``.grad`` again."""
 
     def grad_shards(self) -> dict[str, Shard]:
-        """Describe the gradients that this rank owns, as views; call it after ``finish``."""
+        """Return shards of the gradients that this rank owns; call it after ``finish``."""
         return self.owned_shards([(unit, 0, unit.own_grads()) for unit in self.units])
 
     def owned_shards(self, flats: Iterable[FlatPart]) -> dict[str, Shard]:
-        """Describe flat tensors that have the layout of (parts of) this rank's units."""
+        """Return shards of flat tensors with the layout of (parts of) this rank's units."""
         ranges = [
             (owned.named, owned.first, owned.stop, owned.view(flat))
             for unit, begin, flat in flats

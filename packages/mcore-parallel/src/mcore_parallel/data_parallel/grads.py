@@ -1,9 +1,9 @@
-"""Gradient finalisation: partial sums, tied copies, the norm and the clip coefficient.
+"""Sums over partial and tied gradients, their norm and the clip coefficient.
 
-It depends on layouts, never on names: ``Part.partial`` names the ranks whose gradients are
-parts of a sum, ``ParamLayout.tied`` the stages that hold a copy, ``Shard.is_owner`` the rank
-that counts an element in the norm. Sums are coalesced into one all-reduce an axis, in the order
-of the axes' names, which is the same on all ranks.
+These functions depend on layouts, never on names: ``Part.partial`` lists the ranks whose
+gradients are parts of a sum, ``ParamLayout.tied`` the stages that hold a copy,
+``Shard.is_owner`` the rank that counts an element in the norm. Sums are coalesced into one
+all-reduce for each axis, in the order of the axes' names, which is the same on all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,8 @@ def sum_partial_gradients(gradients: Sequence[Gradient]) -> None:
     """All-reduce, in place, the boxes whose ranks each hold a part of the gradient.
 
     Args:
-        gradients: of this rank; equal parameters on all ranks of each ``Part.partial``.
+        gradients: gradients on this rank; all ranks of a ``Part.partial`` give the same
+            parameters.
     """
     _sum_coalesced(
         [
@@ -41,7 +42,7 @@ def sum_views(views: Sequence[tuple[Axis, Tensor]]) -> None:
     """All-reduce views of gradients in place, each over its axis.
 
     Args:
-        views: of this rank; equal shapes on all ranks of an axis, in one order.
+        views: views on this rank; all ranks of an axis give equal shapes in the same order.
     """
     _sum_coalesced([(axis, view) for axis, view in views if axis.size > 1])
 
@@ -49,8 +50,8 @@ def sum_views(views: Sequence[tuple[Axis, Tensor]]) -> None:
 def sum_tied_gradients(gradients: Sequence[Gradient]) -> None:
     """All-reduce, in place, the gradients of parameters that several stages hold.
 
-    Call it before any reduce-scatter: the slices that a rank keeps may lie elsewhere on each
-    stage.
+    Call it before any reduce-scatter, after which stages may hold different ranges of a tied
+    parameter.
     """
     _sum_coalesced(
         [
@@ -77,16 +78,16 @@ def grad_norm(
 ) -> Float[Tensor, ""]:
     """Return the L2 norm over all logical gradients, equal on all ranks.
 
-    Squares are summed in float32 at least; one all-reduce over ``world``, no host sync.
+    Squares are summed in float32 or wider; one all-reduce over ``world``, no host sync.
 
     Args:
-        views: this rank's share, each logical element on one rank of the world only:
-            ``owned_views`` of finished gradients.
-        world: every rank of the job, since stages and experts all count.
-        device: of the result, also on a rank that counts nothing.
+        views: gradients that this rank counts, such as ``owned_views`` of finished gradients;
+            each logical element is counted by exactly one rank of the world.
+        world: every rank of the job, since all stages and experts count.
+        device: device of the result, also on a rank without views.
 
     Returns:
-        Scalar, float64: summed so, since ranks may hold gradients of different dtypes.
+        Scalar, float64, since ranks may hold gradients of different dtypes.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for dtype, same in _by_dtype(views).items():
@@ -101,15 +102,17 @@ def grad_norm(
 
 
 def clip_coefficient(norm: Float[Tensor, ""], max_norm: float) -> Float[Tensor, ""]:
-    """Return the factor, at most 1, that brings gradients of ``norm`` to ``max_norm``.
+    """Return the factor, at most 1, that scales gradients of ``norm`` to ``max_norm``.
 
-    The 1e-6 added to the norm is torch's and Megatron's, so that curves compare.
+    The norm is increased by 1e-6 as in torch and Megatron, so that loss curves compare.
 
     Raises:
-        ValueError: if ``max_norm`` is not above 0; leave clipping out instead.
+        ValueError: if ``max_norm`` is not above 0.
     """
     if max_norm <= 0.0:
-        raise ValueError(f"--clip-grad {max_norm} must be above 0 to clip; 0 turns it off.")
+        raise ValueError(
+            f"--clip-grad {max_norm} must be above 0: leave clipping out instead (0)."
+        )
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -121,7 +124,7 @@ def _box(tensor: Tensor, part: Part) -> Tensor:
 
 def _sum_coalesced(views: list[tuple[Axis, Tensor]]) -> None:
     # One all-reduce for each axis and dtype, sorted by their names: the same order on all
-    # ranks, whatever the order of their parameters.
+    # ranks, even if their parameters are in different orders.
     groups: dict[tuple[str, str], tuple[Axis, list[Tensor]]] = {}
     for axis, view in views:
         groups.setdefault((axis.name, str(view.dtype)), (axis, []))[1].append(view)

@@ -1,15 +1,15 @@
-"""Whole logical matrices for a ``MatrixRule``, from the ranges that ranks own and back.
+"""Exchanges flat ranges for whole matrices, which a ``MatrixRule`` needs, and back.
 
 The unit of work is a logical matrix (q, k, v, gate, up, one expert), never a parameter or a
-bucket. All ranks of a pipeline stage share the matrices of the stage: one of them, the owner,
-computes a matrix. It receives the messages of all ranks that own elements of the matrix,
-whatever shards these (tensor ranks, ZeRO, FSDP), and sends each holder the direction of its
-elements, both in the rule's ``wire_dtype``. Owners are chosen by the cost of the matrices: the
-costliest first, each to the rank with the least work so far (longest processing time first;
-Graham 1969).
+bucket. The ranks of a pipeline stage share the work: one rank, the owner, computes a matrix.
+The owner receives the messages of all ranks that hold elements of the matrix, under any
+sharding (tensor ranks, ZeRO, FSDP), and sends each holder the direction of its elements, both
+in the rule's ``wire_dtype``. Owners are chosen by the cost of the matrices: the costliest
+first, each to the rank with the least work so far (longest processing time first; Graham 1969).
 
-Parameters are exchanged in chunks, so that memory is bounded and one chunk is on its way while
-another is computed. Ranks compare what they own once, when the optimizer is built.
+Parameters are exchanged in chunks, which bounds the memory and overlaps the exchange of one
+chunk with the computation of another. When the optimizer is built, ranks tell each other once
+which boxes they own.
 """
 
 import json
@@ -34,9 +34,9 @@ from mcore_parallel.optimizers.update_rule import (
 from mcore_parallel.sharding import Box, NamedParameter, Piece, Shard, flat_pieces
 
 CHUNK_ELEMENTS = 1 << 26
-"""Elements of a rank at which a chunk closes."""
+"""Elements on one rank at which a chunk is closed."""
 BATCH_ELEMENTS = 1 << 26
-"""Elements of the matrices of one shape that a GPU computes together, at most."""
+"""Most elements of the matrices of one shape that a GPU computes together."""
 
 TPMode = Literal["blockwise", "duplicated", "distributed"]
 Groups = Mapping[nn.Parameter, UpdateGroup]
@@ -44,21 +44,21 @@ Groups = Mapping[nn.Parameter, UpdateGroup]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The matrix that one part of a parameter's layout belongs to."""
+    """The matrix that contains one part of a parameter's layout."""
 
     key: str
     """Name of the matrix, equal on all ranks that hold elements of it."""
     shape: Shape
-    """Of the matrix."""
+    """Shape of the matrix."""
     shift: tuple[int, ...]
-    """Added to an offset in the logical tensor: the offset in the matrix."""
+    """Offset in the matrix minus offset in the logical tensor."""
     copy: str
-    """Which computation of the matrix serves this rank, under ``duplicated``."""
+    """Under ``duplicated``, suffix that names the computation whose results this rank gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A box of a matrix, and where it lies in a rank's flat tensor of a chunk."""
+    """A box of a matrix, with its offset and strides in a rank's flat tensor of a chunk."""
 
     task: "_Task"
     box: Box
@@ -79,11 +79,11 @@ class _Task:
     rule: MatrixRule
     owner: int = 0
     candidates: list[int] = field(default_factory=list)
-    """Ranks that may own it."""
+    """Ranks that may be the owner."""
     senders: dict[Box, int] = field(default_factory=dict)
-    """By box the rank that sends it to the owner."""
+    """The rank that sends the box to the owner, by box."""
     holders: dict[int, list[Box]] = field(default_factory=dict)
-    """By rank the boxes whose direction it receives."""
+    """The boxes whose directions a rank receives, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +96,28 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is exchanged at one time."""
+    """Matrices that are exchanged together."""
 
     first_unit: int
-    """Place of the unit before whose update it is exchanged."""
+    """Position of the first unit whose update needs the chunk's directions."""
     tasks: list[_Task]
     batches: list[_Batch] = field(default_factory=list)
     views: dict[tuple[str, Box], _View] = field(default_factory=dict)
-    """Of what this rank owns, by matrix and box."""
+    """This rank's boxes in its flat tensors, by matrix and box."""
     numel: int = 0
     """Elements of the rank's flat tensors."""
-    on_way: Tensor | None = None
-    """Messages to owners, then directions to holders."""
+    in_flight: Tensor | None = None
+    """Pending result of an all-to-all: messages to owners, later directions to holders."""
 
 
 class MatrixExchange:
-    """The matrices of a pipeline stage: which rank computes them, and what is sent.
+    """Assigns matrices of a pipeline stage to owners, exchanges messages and directions.
 
     Attributes:
-        num_chunks: chunks, in the order of updates.
-        chunk_of: by parameter the number of its chunk.
-        wire_dtype: of messages.
-        wide_dtype: of directions when they are applied, and of state.
+        num_chunks: number of chunks, which are in the order of updates.
+        chunk_of: number of the chunk of a parameter.
+        wire_dtype: dtype of messages and directions in an exchange.
+        wide_dtype: dtype of state, and of directions when they are applied.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class MatrixExchange:
         """Choose owners and allocate their state; all-gathers over ``stage``.
 
         Args:
-            units: in the order of updates.
-            groups: of all parameters; those with a ``MatrixRule`` take part.
+            units: units in the order of updates.
+            groups: groups of all parameters; those with a ``MatrixRule`` take part.
             stage: all ranks of this pipeline stage.
-            device: of the state.
+            device: device of the state.
             tp_mode: see ``MuonConfig.muon_tp_mode``.
 
         Raises:
@@ -143,8 +143,8 @@ class MatrixExchange:
         self._stage, self._device, self._tp_mode = stage, device, tp_mode
         self._groups = groups
         members = [
-            (place, unit, named)
-            for place, unit in enumerate(units)
+            (position, unit, named)
+            for position, unit in enumerate(units)
             for named in unit.members
             if isinstance(groups[named.parameter].rule, MatrixRule)
         ]
@@ -155,46 +155,49 @@ class MatrixExchange:
         self.wire_dtype = torch.bfloat16
         for rule in rules:
             assert isinstance(rule, MatrixRule)
-            sent = rule.wire_dtype(self.wide_dtype)
-            self.wire_dtype = torch.promote_types(self.wire_dtype, sent)
+            rule_dtype = rule.wire_dtype(self.wide_dtype)
+            self.wire_dtype = torch.promote_types(self.wire_dtype, rule_dtype)
+        # For each unit, the ranges of this rank by parameter.
         ranges: list[dict[nn.Parameter, list[OwnedRange]]] = [{} for _ in units]
-        for unit, found in zip(units, ranges, strict=True):
+        for unit, unit_ranges in zip(units, ranges, strict=True):
             for owned in unit.owned_ranges():
-                found.setdefault(owned.named.parameter, []).append(owned)
-        own = [
+                unit_ranges.setdefault(owned.named.parameter, []).append(owned)
+        # This rank's entry for each parameter; all ranks of the stage exchange their entries.
+        entries = [
             {
-                "unit": place,
+                "unit": position,
                 "rule": rules.index(groups[named.parameter].rule),
                 "size": sum(prod(part.lengths) for part in named.layout.parts),
                 "parts": [[p.key, p.shape, p.copy] for p in self._parts(named)],
                 "boxes": [
                     [index, *box]
-                    for owned in ranges[place].get(named.parameter, ())
+                    for owned in ranges[position].get(named.parameter, ())
                     for index, box, _ in self._boxes(owned)
                 ],
             }
-            for place, _, named in members
+            for position, _, named in members
         ]
         ranks = [
-            json.loads(content) for content in gather_bytes(json.dumps(own).encode(), stage)
+            json.loads(content) for content in gather_bytes(json.dumps(entries).encode(), stage)
         ]
         if any([e["unit"] for e in each] != [e["unit"] for e in ranks[0]] for each in ranks):
             raise RuntimeError(
                 f"ranks {list(stage.ranks)} of one pipeline stage hold different parameters: "
-                "a matrix optimizer needs the same layers on all of them."
+                "a matrix optimizer needs the same layers on all of them. Build the same model "
+                "chunks on every rank of the stage."
             )
         self._tasks: dict[str, _Task] = {}
         self._chunks: list[_Chunk] = []
         self.chunk_of: dict[nn.Parameter, int] = {}
         loads = [0.0] * stage.size
-        for places in _chunk_members(ranks):
-            tasks = _build_tasks([[each[i] for i in places] for each in ranks], rules)
+        for indices in _chunk_members(ranks):
+            tasks = _build_tasks([[each[i] for i in indices] for each in ranks], rules)
             _choose_owners(tasks, loads)
-            chunk = _Chunk(members[places[0]][0], list(tasks.values()))
+            chunk = _Chunk(members[indices[0]][0], list(tasks.values()))
             chunk.batches = self._build_batches(chunk.tasks)
             self._tasks |= tasks
-            for place in places:
-                self.chunk_of[members[place][2].parameter] = len(self._chunks)
+            for index in indices:
+                self.chunk_of[members[index][2].parameter] = len(self._chunks)
             self._chunks.append(chunk)
 
     @property
@@ -203,22 +206,22 @@ class MatrixExchange:
         return len(self._chunks)
 
     def first_unit(self, chunk: int) -> int:
-        """Return the place of the first unit of a chunk, equal on all ranks of the stage."""
+        """Return the position of a chunk's first unit, equal on all ranks of the stage."""
         return self._chunks[chunk].first_unit
 
     def place(
         self, chunk: int, ranges: Iterable[tuple[OwnedUnit, int, int, int]], numel: int
     ) -> None:
-        """Learn how the flat tensors of a chunk on this rank are laid out.
+        """Set the layout of this rank's flat tensors of a chunk.
 
         Args:
-            chunk: its number.
-            ranges: unit, first and one-past-last element of what this rank owns of the unit,
-                and where that begins in the flat tensors.
+            chunk: number of the chunk.
+            ranges: for each range its unit, first and one-past-last element in this rank's part
+                of the unit, and offset in the flat tensors.
             numel: elements of the flat tensors.
         """
-        here = self._chunks[chunk]
-        here.numel = numel
+        this_chunk = self._chunks[chunk]
+        this_chunk.numel = numel
         for unit, first, stop, begin in ranges:
             for owned in unit.owned_ranges():
                 if not first <= owned.offset < stop:
@@ -226,9 +229,11 @@ class MatrixExchange:
                 parts = self._parts(owned.named)
                 for index, box, piece in self._boxes(owned):
                     task = self._tasks[parts[index].key + parts[index].copy]
-                    at = begin + owned.offset - first + int(piece.data.storage_offset())
-                    view = _View(task, box, at, piece.data.stride())
-                    here.views[task.key, box] = view
+                    # In the flat tensor: the range's offset, the parameter's offset in the
+                    # range, the piece's offset in the parameter's range.
+                    offset = begin + owned.offset - first + int(piece.data.storage_offset())
+                    view = _View(task, box, offset, piece.data.stride())
+                    this_chunk.views[task.key, box] = view
 
     def flat(self, chunk: int) -> Tensor:
         """Return zeros for the messages of a chunk."""
@@ -236,54 +241,58 @@ class MatrixExchange:
         return torch.zeros(size, dtype=self.wire_dtype, device=self._device)
 
     def send(self, chunk: int, messages: Tensor) -> None:
-        """Begin to send this rank's messages to the owners of a chunk.
+        """Launch the all-to-all of messages from holders to the owners of a chunk.
 
         Args:
-            chunk: its number.
-            messages: flat, in the layout that ``place`` was given.
+            chunk: number of the chunk.
+            messages: this rank's flat messages, in the layout set by ``place``.
         """
-        here, me = self._chunks[chunk], self._stage.rank
+        this_chunk, own_rank = self._chunks[chunk], self._stage.rank
         packed, send = [], []
+        # For each owner the boxes that this rank sends; two ranks list a message's boxes in the
+        # same order, since tasks and boxes are built equally on all ranks.
         for rank in self._ranks():
             boxes = [
-                here.views[task.key, box].of(messages)
-                for task in here.tasks
+                this_chunk.views[task.key, box].of(messages)
+                for task in this_chunk.tasks
                 if task.owner == rank
                 for box, sender in task.senders.items()
-                if sender == me
+                if sender == own_rank
             ]
             packed += [box.reshape(-1) for box in boxes]
             send.append(sum(box.numel() for box in boxes))
         receive = [
-            sum(prod(box[1]) for _, box in self._arriving(here, rank)) for rank in self._ranks()
+            sum(prod(box[1]) for _, box in self._arriving(this_chunk, rank))
+            for rank in self._ranks()
         ]
-        here.on_way = self._exchange(packed, send, receive)
+        this_chunk.in_flight = self._exchange(packed, send, receive)
 
     def compute(
         self, chunk: int, num_steps: int, is_applied: Bool[Tensor, ""] | None = None
     ) -> None:
-        """Compute the matrices that this rank owns, and begin to send their directions.
+        """Compute directions of this rank's matrices, launch the all-to-all to their holders.
 
         Args:
-            chunk: its number; its messages are on their way.
-            num_steps: of this update, counted from 1.
-            is_applied: where it is false, state keeps its bits; None: the step is applied.
+            chunk: number of the chunk, whose messages are in flight.
+            num_steps: number of this update, counted from 1.
+            is_applied: if false, the state does not change; None: the step is applied.
         """
-        here, me = self._chunks[chunk], self._stage.rank
-        assert here.on_way is not None
-        received = wait(here.on_way)
+        this_chunk, own_rank = self._chunks[chunk], self._stage.rank
+        assert this_chunk.in_flight is not None
+        received = wait(this_chunk.in_flight)
+        # One stack of matrices for each batch; the received boxes are copied into it.
         stacks = [
             torch.empty(
                 (len(batch.tasks), *batch.tasks[0].shape),
                 dtype=self.wire_dtype,
                 device=self._device,
             )
-            for batch in here.batches
+            for batch in this_chunk.batches
         ]
         matrices: dict[_Task, Tensor] = {}
-        for batch, stack in zip(here.batches, stacks, strict=True):
+        for batch, stack in zip(this_chunk.batches, stacks, strict=True):
             matrices |= zip(batch.tasks, stack.unbind(), strict=True)
-        arriving = [each for rank in self._ranks() for each in self._arriving(here, rank)]
+        arriving = [each for rank in self._ranks() for each in self._arriving(this_chunk, rank)]
         if arriving:
             parts = received.split([prod(box[1]) for _, box in arriving])
             torch._foreach_copy_(
@@ -291,31 +300,31 @@ class MatrixExchange:
                 [part.view(box[1]) for part, (_, box) in zip(parts, arriving, strict=True)],
             )
         directions: dict[_Task, Tensor] = {}
-        for batch, stack in zip(here.batches, stacks, strict=True):
+        for batch, stack in zip(this_chunk.batches, stacks, strict=True):
             rule = batch.tasks[0].rule
             with unless_applied(is_applied, batch.state.values()):
-                found = rule.direction(stack, batch.state, num_steps=num_steps)
-            directions |= zip(batch.tasks, found.to(self.wire_dtype).unbind(), strict=True)
+                computed = rule.direction(stack, batch.state, num_steps=num_steps)
+            directions |= zip(batch.tasks, computed.to(self.wire_dtype).unbind(), strict=True)
         packed, send, receive = [], [], []
         for rank in self._ranks():
             boxes = [
                 _cut(directions[task], box)
-                for task in here.tasks
-                if task.owner == me
+                for task in this_chunk.tasks
+                if task.owner == own_rank
                 for box in task.holders.get(rank, ())
             ]
             packed += [box.reshape(-1) for box in boxes]
             send.append(sum(box.numel() for box in boxes))
-            receive.append(sum(prod(view.box[1]) for view in self._returning(here, rank)))
-        here.on_way = self._exchange(packed, send, receive)
+            receive.append(sum(prod(view.box[1]) for view in self._returning(this_chunk, rank)))
+        this_chunk.in_flight = self._exchange(packed, send, receive)
 
     def receive(self, chunk: int) -> Tensor:
-        """Return the directions of what this rank owns times their factors, flat."""
-        here = self._chunks[chunk]
-        assert here.on_way is not None
-        received, here.on_way = wait(here.on_way), None
-        flat = torch.zeros(here.numel, dtype=self.wide_dtype, device=self._device)
-        views = [view for rank in self._ranks() for view in self._returning(here, rank)]
+        """Wait for the directions of this rank's elements; return them flat, times factors."""
+        this_chunk = self._chunks[chunk]
+        assert this_chunk.in_flight is not None
+        received, this_chunk.in_flight = wait(this_chunk.in_flight), None
+        flat = torch.zeros(this_chunk.numel, dtype=self.wide_dtype, device=self._device)
+        views = [view for rank in self._ranks() for view in self._returning(this_chunk, rank)]
         if views:
             targets = [view.of(flat) for view in views]
             parts = received.split([prod(view.box[1]) for view in views])
@@ -327,7 +336,7 @@ class MatrixExchange:
         return flat
 
     def named_shards(self) -> dict[str, Shard]:
-        """Describe the state of the matrices that this rank owns: ``<state>.<matrix>``."""
+        """Return the state of the matrices that this rank owns as ``<state>.<matrix>``."""
         shards = {}
         for batch in (batch for chunk in self._chunks for batch in chunk.batches):
             for name, stacked in batch.state.items():
@@ -360,11 +369,12 @@ class MatrixExchange:
 
     def _build_batches(self, tasks: Sequence[_Task]) -> list[_Batch]:
         """Group the matrices that this rank owns, and allocate their state."""
-        found: dict[tuple[Any, ...], list[list[_Task]]] = {}
+        batches_by_shape: dict[tuple[Any, ...], list[list[_Task]]] = {}
         for task in (task for task in tasks if task.owner == self._stage.rank):
-            # A processor's products differ in the last bit with the number of matrices.
+            # One matrix at a time on a CPU, where the last bits of a batched product depend on
+            # the number of matrices.
             at_once = BATCH_ELEMENTS // prod(task.shape) if self._device.type == "cuda" else 1
-            batches = found.setdefault((task.rule, task.shape), [[]])
+            batches = batches_by_shape.setdefault((task.rule, task.shape), [[]])
             if len(batches[-1]) >= max(1, at_once):
                 batches.append([])
             batches[-1].append(task)
@@ -378,12 +388,14 @@ class MatrixExchange:
                     for name, size in rule.state_shapes(shape).items()
                 },
             )
-            for (rule, shape), batches in found.items()
+            for (rule, shape), batches in batches_by_shape.items()
             for batch in batches
         ]
 
     def _parts(self, named: NamedParameter) -> list[_Part]:
         """Return the matrix of each part of a parameter's layout."""
+        # blockwise: each rank's block is a separate matrix. duplicated: each block has its own
+        # computation of the whole matrix. distributed: one computation for all blocks.
         parts = named.layout.parts
         is_blockwise = self._tp_mode == "blockwise"
         shapes = [part.logical_lengths if is_blockwise else part.shape for part in parts]
@@ -407,7 +419,7 @@ class MatrixExchange:
         return [_Part(*each) for each in zip(keys, shapes, shifts, copies, strict=True)]
 
     def _boxes(self, owned: OwnedRange) -> Iterator[tuple[int, Box, Piece]]:
-        """Yield what a range holds: part of the parameter, box of its matrix, piece.
+        """Yield the pieces of a range: index of the part, box of its matrix, piece.
 
         The piece's data is a view of a flat tensor that begins with the range.
         """
@@ -417,34 +429,34 @@ class MatrixExchange:
             for piece in flat_pieces(owned.named, part, owned.first, owned.stop, flat):
                 if prod(piece.lengths):
                     shift = parts[index].shift
-                    at = tuple(o + s for o, s in zip(piece.offsets, shift, strict=True))
-                    yield index, (at, piece.lengths), piece
+                    offsets = tuple(o + s for o, s in zip(piece.offsets, shift, strict=True))
+                    yield index, (offsets, piece.lengths), piece
 
 
 def _chunk_members(ranks: list[list[dict[str, Any]]]) -> Iterator[list[int]]:
-    """Yield the places of the parameters of each chunk, equal on all ranks."""
+    """Yield the indices of the parameters of each chunk, equal on all ranks."""
     chunk: list[int] = []
     numel = 0
-    for place in range(len(ranks[0])):
-        entries = [each[place] for each in ranks]
+    for index in range(len(ranks[0])):
+        entries = [each[index] for each in ranks]
         owned = [sum(prod(box[2]) for box in entry["boxes"]) for entry in entries]
-        # A unit that data ranks share has its first parameters on one rank and its last on
-        # another: all of it is exchanged at once, so that all ranks send.
+        # If data ranks share a unit, its first parameters are on one rank and its last ones on
+        # another: such a unit is never divided, so that all ranks send in each exchange.
         is_whole = owned == [entry["size"] for entry in entries]
-        is_new_unit = place == 0 or entries[0]["unit"] != ranks[0][place - 1]["unit"]
+        is_new_unit = index == 0 or entries[0]["unit"] != ranks[0][index - 1]["unit"]
         if chunk and numel >= CHUNK_ELEMENTS and (is_whole or is_new_unit):
             yield chunk
             chunk, numel = [], 0
-        chunk.append(place)
+        chunk.append(index)
         numel += max(owned)
     if chunk:
         yield chunk
 
 
 def _build_tasks(ranks: list[list[dict[str, Any]]], rules: Sequence[Any]) -> dict[str, _Task]:
-    """Build the computations of a chunk from what each rank owns, alike on all ranks."""
+    """Build the computations of a chunk from all ranks' entries; equal on all ranks."""
     tasks: dict[str, _Task] = {}
-    copies: dict[str, list[_Task]] = {}  # by matrix its computations
+    copies: dict[str, list[_Task]] = {}  # computations of each matrix
     by_rank = [(rank, entry) for rank, entries in enumerate(ranks) for entry in entries]
     for rank, entry in by_rank:
         for key, shape, copy in entry["parts"]:
@@ -464,11 +476,11 @@ def _build_tasks(ranks: list[list[dict[str, Any]]], rules: Sequence[Any]) -> dic
 
 
 def _choose_owners(tasks: Mapping[str, _Task], loads: list[float]) -> None:
-    """Give each matrix to the rank with the least work, the costliest first; in place.
+    """Set each matrix's owner to the rank with the least work, the costliest matrix first.
 
     Args:
-        tasks: of one chunk.
-        loads: work of each rank so far; that of the chunk is added.
+        tasks: computations of one chunk, changed in place.
+        loads: work of each rank so far; the work of the chunk is added in place.
     """
     costs = {name: task.rule.cost(task.shape) for name, task in tasks.items()}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
@@ -476,9 +488,8 @@ def _choose_owners(tasks: Mapping[str, _Task], loads: list[float]) -> None:
         task.owner = min(task.candidates, key=lambda rank: (loads[rank], rank))
         loads[task.owner] += costs[name]
         for box in task.holders.get(task.owner, ()):
-            task.senders[box] = (
-                task.owner
-            )  # the owner uses its own copy; no other rank sends it
+            # The owner uses its own copy of a box that it holds; no other rank sends it.
+            task.senders[box] = task.owner
 
 
 def _cut(matrix: Tensor, box: Box) -> Tensor:

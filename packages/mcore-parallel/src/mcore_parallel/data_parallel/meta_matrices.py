@@ -11,12 +11,13 @@ from mcore_parallel.dtensors import is_dtensor
 
 
 class MatricesOnMeta(TorchFunctionMode):
-    """Inside, ``torch.empty`` and ``torch.zeros`` of two or more dimensions take no memory.
+    """Context in which ``torch.empty`` and ``torch.zeros`` of matrices take no memory.
 
-    Their tensors are on the meta device, whatever the call names. Vectors are allocated, with
-    the constants that they begin as. ``FullyShardedDataParallel`` then gives each rank zeros
-    for its own rows, and ``fill_weights`` sets them: no rank holds a whole matrix while a model
-    is built. Only to allocate parameters: code that reads or draws numbers must stay outside.
+    Tensors of two or more dimensions are created on the meta device, even if the call names
+    another. Vectors are allocated, since modules set them to constants.
+    ``FullyShardedDataParallel`` then allocates zeros for the rows of each rank, and
+    ``fill_weights`` sets them: no rank holds a whole matrix while a model is built. Use the
+    context only to allocate parameters: code that reads or draws numbers must run outside.
     """
 
     def __torch_function__(
@@ -26,30 +27,31 @@ class MatricesOnMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, on the meta device if that gives a matrix."""
-        given = dict(kwargs or {})
+        """Call ``func``, on the meta device if its result is a new matrix."""
+        options = dict(kwargs or {})
         if func in (torch.empty, torch.zeros):
-            made = func(*args, **(given | {"device": "meta"}))
-            if made.dim() > 1:
-                return made
-        return func(*args, **given)
+            result = func(*args, **(options | {"device": "meta"}))
+            if result.dim() > 1:
+                return result
+        return func(*args, **options)
 
 
 def give_memory(parameter: nn.Parameter, device: torch.device) -> None:
-    """Make a parameter zeros on a device, in place: it stays the object that it was.
+    """Allocate zeros for a parameter on the meta device, in place; the object stays the same.
 
     Args:
-        parameter: on the meta device; others are left.
-        device: of the zeros.
+        parameter: a parameter on the meta device; others do not change.
+        device: device of the zeros.
     """
     if parameter.is_meta:
         real = nn.Parameter(zeros_of_meta(parameter.detach(), device), parameter.requires_grad)
+        # swap_tensors exchanges attributes too: copy them, so that the parameter keeps them.
         vars(real).update(vars(parameter))
         torch.utils.swap_tensors(parameter, real)
 
 
 def zeros_of_meta(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return zeros like a tensor on the meta device, and any other as it is."""
+    """Return zeros like a tensor on the meta device; return any other tensor unchanged."""
     if not tensor.is_meta:
         return tensor
     if is_dtensor(tensor):

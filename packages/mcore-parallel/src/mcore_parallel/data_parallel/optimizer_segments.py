@@ -18,12 +18,12 @@ from mcore_parallel.optimizers.update_rule import AVERAGE, AnyRule, UpdateGroup
 from mcore_parallel.sharding import NamedParameter
 
 _CUT_MULTIPLE = 64
-"""Elements to whose multiples the host's share of a unit is rounded up."""
+"""The host's share of a unit is rounded up to a multiple of this number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """State of neighbouring elements of a unit that this rank owns: one rule, one place."""
+    """Optimizer state of neighbouring elements of a unit, with one rule and on one device."""
 
     unit: OwnedUnit
     rule: AnyRule
@@ -33,9 +33,9 @@ class Segment:
     main: Tensor
     moments: dict[str, Tensor]
     weights: Tensor
-    """Weights of the model: ``main`` in their own dtype; ``main`` itself if that is equal."""
+    """Weights of the model: ``main`` in the model's dtype, or ``main`` itself."""
     on_host: bool
-    """Whether moments, and main weights apart from the weights, are in host memory."""
+    """Whether moments, and main weights if separate from the weights, are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class SegmentRun:
     on_host: bool
 
     def only_moments(self) -> "SegmentRun":
-        """Return the run with moments alone as its state: the part before a matrix."""
+        """Return the run with the moments as its only state, for writing messages."""
         moments = {name: m for name, m in self.moments.items() if name != AVERAGE}
         return replace(self, main=self.weights, moments=moments)
 
     def only_main(self) -> "SegmentRun":
-        """Return the run with main weights and their average alone: the part after a matrix."""
+        """Return the run with main weights and average as its only state, for the update."""
         moments = {name: m for name, m in self.moments.items() if name == AVERAGE}
         return replace(self, moments=moments)
 
     def state(self) -> list[Tensor]:
-        """List the tensors of the state; see ``_kept``."""
+        """List the tensors of the state: separate main weights, then moments."""
         return _kept(self)
 
     def with_state(self, state: Sequence[Tensor]) -> "SegmentRun":
-        """Return the run with a copy of its ``state`` in place of it."""
-        first = len(state) - len(self.moments)
+        """Return the run with its state replaced by copies of the tensors of ``state()``."""
+        first = len(state) - len(self.moments)  # 1 if the state begins with main weights
         main = state[0] if first else self.main
         moments = dict(zip(self.moments, state[first:], strict=True))
         return replace(self, main=main, moments=moments)
@@ -84,8 +84,8 @@ class SegmentRun:
 def _kept(part: Segment | SegmentRun) -> list[Tensor]:
     """List the state: ``main``, unless it is the weights themselves, and the moments."""
     moments = list(part.moments.values())
-    is_apart = part.main.data_ptr() != part.weights.data_ptr()
-    return [part.main, *moments] if is_apart else moments
+    is_separate = part.main.data_ptr() != part.weights.data_ptr()
+    return [part.main, *moments] if is_separate else moments
 
 
 def main_dtype(unit: OwnedUnit) -> torch.dtype:
@@ -94,13 +94,13 @@ def main_dtype(unit: OwnedUnit) -> torch.dtype:
 
 
 def segment_view(flat: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's part of what this rank owns of the unit."""
+    """Return a segment's part of a flat tensor over this rank's part of the unit."""
     return flat[segment.begin : segment.begin + segment.main.numel()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A part of what this rank owns of a unit that becomes a ``Segment``."""
+    """A range of this rank's part of a unit, from which a ``Segment`` is built."""
 
     begin: int
     stop: int
@@ -119,16 +119,16 @@ def share_out(
     # State of the first units is on the host until the share is used up. A cut inside a unit is
     # rounded up to a multiple of _CUT_MULTIPLE, which keeps both parts aligned.
     sizes = [unit.own_grads().numel() for unit in units]
-    left = round(host_share * sum(sizes))
+    num_remaining = round(host_share * sum(sizes))
     for unit, size in zip(units, sizes, strict=True):
-        taken = min(size, -(-left // _CUT_MULTIPLE) * _CUT_MULTIPLE)
-        left = max(0, left - taken)
-        found: list[_Range] = []
+        num_on_host = min(size, -(-num_remaining // _CUT_MULTIPLE) * _CUT_MULTIPLE)
+        num_remaining = max(0, num_remaining - num_on_host)
+        ranges: list[_Range] = []
         for begin, stop, rule in _by_rule(unit, groups, size):
-            cut = min(max(begin, taken), stop)
+            cut = min(max(begin, num_on_host), stop)  # the host has the elements below it
             parts = (begin, cut, True, rule), (cut, stop, False, rule)
-            found += [_Range(*part) for part in parts if part[0] < part[1]]
-        yield unit, found
+            ranges += [_Range(*part) for part in parts if part[0] < part[1]]
+        yield unit, ranges
 
 
 def _by_rule(
@@ -137,17 +137,17 @@ def _by_rule(
     """Yield ranges of neighbouring parameters of one rule, with the padding after them."""
     begin, rule = 0, None
     for owned in unit.owned_ranges():
-        own = groups[owned.named.parameter].rule
-        if rule is not None and own is not rule:
+        next_rule = groups[owned.named.parameter].rule
+        if rule is not None and next_rule is not rule:
             yield begin, owned.offset, rule
             begin = owned.offset
-        rule = own
+        rule = next_rule
     if rule is not None:
         yield begin, size, rule
 
 
 def bytes_on_host(shared_out: SharedOut, has_main: bool, has_average: bool) -> int:
-    """Count the bytes of the host's parts, each tensor padded to 8."""
+    """Return the bytes of all state on the host, each tensor padded to a multiple of 8."""
     total = 0
     for unit, parts in shared_out:
         for part in (part for part in parts if part.on_host):
@@ -157,21 +157,22 @@ def bytes_on_host(shared_out: SharedOut, has_main: bool, has_average: bool) -> i
 
 
 def check_rounding(units: Sequence[OwnedUnit]) -> None:
-    """Raise ValueError for units that need main weights."""
+    """Raise ``ValueError`` unless bfloat16 weights can be updated without main weights."""
     for unit in units:
         is_wide = main_dtype(unit) == unit.dtype
         if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
             raise ValueError(
                 "--main-params-dtype bf16 rounds updates into bfloat16 weights: it needs "
-                "--bf16, and of fully sharded weights no rows of float32 (--main-grads-dtype "
-                "bf16)."
+                "--bf16, and for fully sharded weights --main-grads-dtype bf16, without which "
+                "their rows are float32."
             )
 
 
 def has_weight_decay(named: NamedParameter) -> bool:
-    """Return whether a parameter decays: all but biases and logically one-dimensional tensors.
+    """Whether weight decay applies: to all but biases and logically one-dimensional tensors.
 
-    Judged by logical tensors, so a flat slice or a stack of norms is not mistaken for a matrix.
+    Decided by the logical tensors, so a flat slice or a stack of norms does not count as a
+    matrix.
     """
     return all(
         len(part.shape) > 1 and part.name.rpartition(".")[2] != "bias"
@@ -192,39 +193,40 @@ def new_segment(
         unit: the unit.
         part: a range of this rank's part of the unit.
         has_main: whether 16-bit weights have main weights.
-        has_average: whether an average of the weights is kept beside the rule's moments.
+        has_average: whether an average of the weights is kept in addition to the moments.
         host_zeros: allocates a tensor in host memory, with the arguments of ``torch.zeros``.
     """
     weights = _updated(unit)[part.begin : part.stop]
     dtypes = _kept_dtypes(unit, part.rule, has_main, has_average)
-    shape, make = tuple(weights.shape), host_zeros
+    shape, zeros = tuple(weights.shape), host_zeros
     if not part.on_host:
-        make = partial(torch.zeros, device=weights.device)
+        zeros = partial(torch.zeros, device=weights.device)
     wide, main = dtypes.pop("main", None), weights
-    if wide is not None:  # widened where it is kept: the device may have no room for it
-        main = make(shape, dtype=wide).copy_(weights.cpu() if part.on_host else weights)
-    moments = {name: make(shape, dtype=dtype) for name, dtype in dtypes.items()}
+    if wide is not None:
+        # The cast runs on the device that keeps the result: a GPU may have no memory for it.
+        main = zeros(shape, dtype=wide).copy_(weights.cpu() if part.on_host else weights)
+    moments = {name: zeros(shape, dtype=dtype) for name, dtype in dtypes.items()}
     if AVERAGE in moments:
         moments[AVERAGE].copy_(main)
     return Segment(unit, part.rule, part.begin, main, moments, weights, part.on_host)
 
 
 def _updated(unit: OwnedUnit) -> Tensor:
-    """Return the weights that an update writes: the engine's main weights if it keeps some."""
-    own = unit.own_main()
-    return unit.own_weights() if own is None else own
+    """Return the weights that an update writes: the engine's main weights, else the model's."""
+    engine_main = unit.own_main()
+    return unit.own_weights() if engine_main is None else engine_main
 
 
 def _kept_dtypes(
     unit: OwnedUnit, rule: AnyRule, has_main: bool, has_average: bool
 ) -> dict[str, torch.dtype]:
-    """Return the dtypes of the state: of the moments, and of ``main`` if it is apart."""
+    """Return the dtypes of the state: moments, and ``main`` if it is a separate tensor."""
     narrow = _updated(unit).dtype
     wide = torch.promote_types(narrow, torch.float32)
-    kept = {"main": wide} if has_main and wide != narrow else {}
+    dtypes = {"main": wide} if has_main and wide != narrow else {}
     for name, moment in rule.moments.items():
-        kept[name] = torch.bfloat16 if moment == "bf16" else wide
-    return kept | ({AVERAGE: wide} if has_average else {})
+        dtypes[name] = torch.bfloat16 if moment == "bf16" else wide
+    return dtypes | ({AVERAGE: wide} if has_average else {})
 
 
 def build_runs(
@@ -234,13 +236,13 @@ def build_runs(
 ) -> list[SegmentRun]:
     """Merge neighbouring parameters of one group and chunk into as few runs as possible.
 
-    Runs whose state is in host memory are no longer than a piece that is copied at once.
+    Runs whose state is in host memory are at most one piece (``PIECE_BYTES``) long.
     """
     stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, tuple[UpdateGroup, int]]] = []
     ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
-        # Padding between two parameters joins the run: it begins where the one before began.
+        # A parameter of the same kind extends the last run, padding between them included.
         parameter = owned.named.parameter
         kind = groups[parameter], chunk_of.get(parameter, -1)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
@@ -249,11 +251,11 @@ def build_runs(
         ends.append((begin, end, kind))
     grads = segment_view(segment.unit.own_grads(), segment)
     longest = _longest_run(segment)
-    found = []
+    runs = []
     for begin, end, (group, chunk) in ends:
         for first in range(begin, end, longest):
             cut = slice(first, min(end, first + longest))
-            found.append(
+            runs.append(
                 SegmentRun(
                     unit=segment.unit,
                     begin=segment.begin + cut.start,
@@ -267,11 +269,11 @@ def build_runs(
                     on_host=segment.on_host,
                 )
             )
-    return found
+    return runs
 
 
 def _longest_run(segment: Segment) -> int:
-    """Return how many weights are updated at once: all, or those of a piece that is copied."""
+    """Return the largest number of weights in a run: all, or those of one piece on the host."""
     if not segment.on_host:
         return max(1, segment.main.numel())
     width = sum(tensor.itemsize for tensor in _kept(segment))

@@ -1,11 +1,11 @@
-"""Checks that replicas are equal: all in the first step, the weights' on request later.
+"""Checks that replicas of weights and gradients are equal: in the first step, or on request.
 
-Layers declare what several ranks hold in common (data ranks, ``Part.replicas``,
-``ParamLayout.tied``), and all other code relies on it. A wrong declaration crashes nothing:
-ranks with different seeds train different models, a norm that sees a part of the tokens learns
-from that part only, and of two stages that give their layers one name a checkpoint loses one.
-So the first step compares digests, not weights; later steps cost nothing. ``check_weights``
-compares weights again, which differ once a GPU has computed wrongly.
+Layers declare which tensors several ranks hold (data ranks, ``Part.replicas``,
+``ParamLayout.tied``), and all other code relies on these declarations. A wrong declaration
+raises no error by itself: ranks with different seeds train different models, a norm that gets a
+part of the tokens learns from that part only, and if two stages give their layers one name, a
+checkpoint loses one layer. So the first step compares digests of tensors; later steps cost
+nothing. ``check_weights`` compares weights again: they differ if a GPU computed wrongly.
 """
 
 from collections import Counter
@@ -24,19 +24,19 @@ from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Part
 
 BINS = 64
-"""Sums of each gradient that are compared."""
+"""Partial sums of each gradient that are compared."""
 TOLERANCE = 0.05
 """Largest difference of two sums, relative to the largest sum: far above the effect of the
-order of summation, and far below that of other tokens."""
+order of summation, and far below the effect of different tokens."""
 FLOOR = 1e-3
-"""Of the largest sum of all parameters, below which differences are noise."""
+"""Fraction of the largest sum of all parameters below which differences are noise."""
 
 
 def check_replicas(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
-    """Compare what ranks hold in common; all ranks call it, with summed gradients.
+    """Compare replicated weights and summed gradients over the ranks that hold them.
 
-    A few small collectives over each axis with replicas, and one over the world; the host
-    waits for them.
+    Every rank calls it. A few small collectives over each axis with replicas, and one over the
+    world; the host waits for them.
 
     Raises:
         ValueError: on every rank if any differ: names the first parameter, or refers to the
@@ -44,8 +44,8 @@ def check_replicas(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     """
     faults = [
         *(
-            f"{copies} began with different weights{who}. Seed torch alike on all of them "
-            "before the model is made, or load the same weights."
+            f"{copies} began with different weights{who}. Give torch the same seed on all of "
+            "them before the model is built, or load the same weights."
             for copies, who in _unequal_weights(units, only_equal=False)
         ),
         *_unequal_gradients(units),
@@ -53,43 +53,43 @@ def check_replicas(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     ]
     if _any_rank(bool(faults), ctx):
         raise ValueError(
-            faults[0] if faults else "other ranks hold unlike replicas, and say which"
+            faults[0] if faults else "replicas differ on other ranks, whose errors name them"
         )
 
 
 def check_weights(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
-    """Compare the replicas of weights that every update keeps equal to the last bit.
+    """Compare, bit for bit, the replicas of weights that every update keeps equal.
 
     These are the replicas of data ranks and tied weights: their gradients are summed once, so
     equal weights stay equal. A difference means that a value was computed, stored or sent
-    wrongly. (Replicas on tensor ranks are left out: each rank computes its gradient, and may
-    round differently.) All ranks call it, between steps: a few small collectives, for which
-    the host waits; each rank reads its weights once.
+    wrongly. Replicas on tensor ranks are not compared: each rank computes its own gradient, and
+    may round differently. Every rank calls it, between steps: a few small collectives, for
+    which the host waits; each rank reads its weights once.
 
     Args:
-        units: of this rank, with no gather of weights in flight.
+        units: units of this rank, with no gather of weights in flight.
         ctx: the rank grid.
 
     Raises:
         UnlikeWeightsError: on every rank if any differ: names the first parameter, and the
-            ranks that are unlike most others.
+            ranks that differ from the majority.
     """
     faults = [
         f"{copies} do not have the same weights any more{who}: a processor, its memory or a "
-        "link works wrongly, or code other than the optimizer changed them."
+        "link is faulty, or code other than the optimizer changed them."
         for copies, who in _unequal_weights(units, only_equal=True)
     ]
     if _any_rank(bool(faults), ctx):
         raise UnlikeWeightsError(
             faults[0]
             if faults
-            else "other ranks hold unlike copies of a weight, and say which."
+            else "copies of a weight differ on other ranks, whose errors name it."
         )
 
 
 def _any_rank(is_wrong: bool, ctx: ParallelContext) -> bool:
-    found = torch.tensor(float(is_wrong), device=ctx.device)
-    return bool(all_reduce(found, ctx.world, "max").item())
+    flag = torch.tensor(float(is_wrong), device=ctx.device)
+    return bool(all_reduce(flag, ctx.world, "max").item())
 
 
 class UnlikeWeightsError(RuntimeError):
@@ -99,18 +99,19 @@ class UnlikeWeightsError(RuntimeError):
 def _unequal_weights(
     units: Sequence[OwnedUnit], *, only_equal: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the weights whose copies differ, and the odd ranks if a majority agrees."""
+    """Yield the weights whose copies differ, and the deviating ranks if a majority agrees."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
     for unit in reversed(units):
         for copy in unit.copies():
             if copy.axis.size > 1 and (copy.stays_equal or not only_equal):
-                known = shared.setdefault(copy.axis.name, (copy.axis, []))[1]
-                known.append((copy.name, copy.weights))
+                views = shared.setdefault(copy.axis.name, (copy.axis, []))[1]
+                views.append((copy.name, copy.weights))
     for _, (axis, views) in sorted(shared.items(), key=lambda entry: entry[0]):
         for name, column in unlike_tensors(views, axis):
+            # A column holds one digest of each rank of the axis.
             usual, count = Counter(column).most_common(1)[0]
             odd = [rank for rank, x in zip(axis.ranks, column, strict=True) if x != usual]
-            who = f" (unlike the others: {odd})" if 2 * count > axis.size else ""
+            who = f" (unlike the others: {odd})" if 2 * count > axis.size else ""  # majority
             yield f"{name}: ranks {list(axis.ranks)} of axis {axis.name}, which share it,", who
 
 
@@ -125,21 +126,23 @@ def _unequal_gradients(units: Sequence[OwnedUnit]) -> Iterator[str]:
             if axis is not None:
                 entry = (named.name, _sums(owned.get(named.parameter), grads))
                 shared.setdefault(axis.name, (axis, []))[1].append(entry)
-    for _, (axis, found) in sorted(shared.items(), key=lambda entry: entry[0]):
-        low, high = _range(torch.stack([sums for _, sums in found]), axis)
+    for _, (axis, entries) in sorted(shared.items(), key=lambda entry: entry[0]):
+        low, high = _range(torch.stack([sums for _, sums in entries]), axis)
+        # Sums compare only if all ranks own the same range of the parameter.
         is_same_range = (low == high)[:, BINS:].all(1)
         low, high = low[:, :BINS], high[:, :BINS]
         scale = torch.maximum(low.abs(), high.abs()).amax(1)
         allowed = TOLERANCE * torch.maximum(scale, FLOOR * scale.amax())
         differs = (high - low).amax(1) > allowed  # False for NaN, which proves nothing
         wrong = (differs & is_same_range).tolist()
-        for (name, _), is_wrong in zip(found, wrong, strict=True):
+        for (name, _), is_wrong in zip(entries, wrong, strict=True):
             if is_wrong:
                 yield (
                     f"{name}: ranks {list(axis.ranks)} of axis {axis.name} hold it whole, but "
-                    "make different gradients. If each sees a part of the tokens (sequence "
-                    "parallelism), declare it with replicated(module, axis, partial=True); "
-                    "else a copy_to or a reduction is missing between the split layers."
+                    "compute different gradients. If each rank gets a part of the tokens "
+                    "(sequence parallelism), declare it with replicated(module, axis, "
+                    "partial=True); else add the copy_to or reduction that is missing between "
+                    "the split layers."
                 )
 
 
@@ -150,7 +153,7 @@ def _holders_of_whole_gradients(parts: Sequence[Part]) -> Axis | None:
 
 
 def _names_of_two_stages(units: Sequence[OwnedUnit], pp: Axis) -> Iterator[str]:
-    """Yield logical tensors of which two stages, or two chunks of one, hold the same box."""
+    """Yield an error for each box of a logical tensor that two stages or two chunks hold."""
     boxes = [
         (part.name, part.offsets)
         for named in _parameters(units)
@@ -158,16 +161,17 @@ def _names_of_two_stages(units: Sequence[OwnedUnit], pp: Axis) -> Iterator[str]:
         if named.layout.tied.size == 1
     ]
     device = units[0].own_grads().device
-    known = [_number(box) for box in boxes]
-    own = torch.tensor(known, dtype=torch.int64, device=device)
-    length = all_reduce(torch.tensor(len(known), device=device), pp, "max")
-    own = F.pad(own, (0, int(length.item()) - len(known)), value=-1)
-    counts = Counter(all_gather(own, pp).tolist())
-    for (name, _), number in zip(boxes, known, strict=True):
+    numbers = [_number(box) for box in boxes]
+    padded = torch.tensor(numbers, dtype=torch.int64, device=device)
+    # Stages may hold different numbers of boxes: pad to the longest list with -1.
+    length = all_reduce(torch.tensor(len(numbers), device=device), pp, "max")
+    padded = F.pad(padded, (0, int(length.item()) - len(numbers)), value=-1)
+    counts = Counter(all_gather(padded, pp).tolist())
+    for (name, _), number in zip(boxes, numbers, strict=True):
         if counts[number] > 1:
             yield (
-                f"{name} is a parameter of two pipeline stages: a checkpoint would keep one of "
-                "them. Name layers by their number in the whole model, such as "
+                f"{name} is a parameter of two pipeline stages: a checkpoint would keep only "
+                "one of them. Name layers by their number in the whole model, such as "
                 "ModuleDict({str(i): layer})."
             )
 
@@ -182,7 +186,7 @@ def _number(box: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor, " digest"]:
-    """Sum the owned part of a gradient in ``BINS`` runs, float64; append its flat range."""
+    """Return ``BINS`` float64 sums of the owned part of a gradient, then its flat range."""
     first, stop = (0, 0) if owned is None else (owned.first, owned.stop)
     x = grads[:0] if owned is None else owned.view(grads)
     padded = F.pad(x, (0, BINS - len(x) % BINS))
@@ -192,5 +196,6 @@ def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor,
 
 def _range(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return the elementwise minimum and maximum over the ranks; one all-reduce."""
+    # min(x) = -max(-x), so one maximum over both signs gives both.
     high, low = all_reduce(torch.stack([x, -x]), axis, "max")
     return -low, high

@@ -1,10 +1,11 @@
 """Spans of the step clock around the communication of torch's ``fully_shard``.
 
 ``fully_shard`` gathers weights in hooks before the forward and the backward of a module, and
-reduce-scatters gradients in an autograd node after its backward; what is left is awaited in a
-callback at the end of the whole backward. Hooks that are registered ahead of these and behind
-them open and close a span of the step clock. On a GPU a span lasts for as long as the computing
-stream waits and copies; on a CPU collectives are synchronous, so it lasts for the collective.
+reduce-scatters gradients in an autograd node after its backward; a callback at the end of the
+whole backward waits for the last collectives. Hooks that run before and after those of
+``fully_shard`` open and close a span of the step clock. On a GPU a span lasts while the compute
+stream waits and copies; on a CPU, where collectives are synchronous, it lasts for the
+collective.
 
 Nothing is registered in the graph of a step that is neither recorded nor profiled.
 """
@@ -21,14 +22,14 @@ from mcore_parallel.mesh import Axis
 
 
 class ShardingWaits:
-    """Opens spans of an axis around the communication of one module."""
+    """Times the communication of one module as spans of an axis."""
 
     def __init__(self, module: nn.Module, axis: Axis, *, is_root: bool) -> None:
         """Register hooks on a module that ``fully_shard`` has wrapped.
 
         Args:
-            module: wrapped before.
-            axis: names the spans; its clock times them.
+            module: a module that ``fully_shard`` has wrapped.
+            axis: axis whose clock times the spans and whose name they have.
             is_root: whether backward ends with this module.
         """
         self._axis, self._is_root = axis, is_root
@@ -60,11 +61,12 @@ class ShardingWaits:
 
     def _after_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._close()
-        before, self._inputs = self._inputs, []
-        if not before:
+        old_inputs, self._inputs = self._inputs, []
+        if not old_inputs:
             return
-        # fully_shard has replaced the inputs by results of the node that sums gradients.
-        pairs = zip(before, tree_leaves((args, kwargs)), strict=True)
+        # fully_shard has replaced inputs by outputs of its autograd node, whose backward
+        # reduce-scatters the gradients: the span covers that backward.
+        pairs = zip(old_inputs, tree_leaves((args, kwargs)), strict=True)
         nodes = {new.grad_fn for old, new in pairs if new is not old}
         for node in nodes:
             node.register_prehook(self._open)
@@ -87,7 +89,7 @@ class ShardingWaits:
         self._register(output, close_spans)
 
     def _register(self, output: Any, hook: Callable[[Tensor], None]) -> None:
-        """Call a hook when gradients reach an output; hooks run as they were registered."""
+        """Register a hook on the gradients of outputs; hooks run in order of registration."""
         for x in tree_leaves(output) if self._is_timed else ():
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(hook)

@@ -43,29 +43,29 @@ def _adamw(
     HAS_FLAG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    g = tl.load(grad + at, mask=inside).to(tl.float32) * factor
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    g = tl.load(grad + index, mask=inside).to(tl.float32) * factor
     if HAS_SCALE:
         g *= tl.load(scale).to(tl.float32)
-    mean = tl.load(exp_avg + at, mask=inside).to(tl.float32)
-    square = tl.load(exp_avg_sq + at, mask=inside).to(tl.float32)
-    weight = tl.load(main + at, mask=inside)
+    mean = tl.load(exp_avg + index, mask=inside).to(tl.float32)
+    square = tl.load(exp_avg_sq + index, mask=inside).to(tl.float32)
+    weight = tl.load(main + index, mask=inside)
     # Explicit fma: if the compiler chose where to fuse, a part of a range could get other bits
     # than the same weights in the full range, which the compiler may load in another way.
     mean = tl.fma(beta1, mean, one_minus_beta1 * g)
     square = tl.fma(beta2, square, one_minus_beta2 * (g * g))
-    spread = tl.sqrt_rn(square) / root_correction + epsilon
-    weight = tl.fma(-step_size, mean / spread, tl.fma(-decay, weight, weight))
+    denominator = tl.sqrt_rn(square) / root_correction + epsilon
+    weight = tl.fma(-step_size, mean / denominator, tl.fma(-decay, weight, weight))
     if HAS_FLAG:
-        # The flag masks the stores alone: if the loads depended on it, they would begin later
-        # by the latency of its load, in every step that is applied.
+        # The flag masks only the stores: loads that depend on it would start later by the
+        # latency of the flag's load, in every step.
         inside &= tl.load(is_applied) != 0
-    tl.store(main + at, weight, mask=inside)
-    tl.store(exp_avg + at, mean.to(exp_avg.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq + at, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    tl.store(main + index, weight, mask=inside)
+    tl.store(exp_avg + index, mean.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + index, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
     if HAS_PARAMETER:
-        tl.store(parameter + at, weight.to(parameter.dtype.element_ty), mask=inside)
+        tl.store(parameter + index, weight.to(parameter.dtype.element_ty), mask=inside)
 
 
 def adamw_plain(
@@ -112,8 +112,8 @@ def adamw_plain(
     if square is not exp_avg_sq:
         exp_avg_sq.copy_(square)
     if parameter.data_ptr() != main.data_ptr():
-        kept = main if is_applied is None else torch.where(is_applied, main, parameter)
-        parameter.copy_(kept)
+        new_weights = main if is_applied is None else torch.where(is_applied, main, parameter)
+        parameter.copy_(new_weights)
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:

@@ -1,8 +1,8 @@
-"""The gradient of an embedding, rows added to a table by id: Triton kernel and reference.
+"""The gradient of an embedding (adds rows to a table by id): Triton kernel and reference.
 
 The ids are sorted, so that one program adds all rows of one id in the order of the tokens.
-Without atomics every run gives the same bits, and only rows of the table that occur are read
-and written.
+Since there are no atomics, every run gives the same bits. Only rows of the table whose ids
+occur are read and written.
 """
 
 from collections.abc import Iterator
@@ -26,25 +26,25 @@ def _add_rows(
     # A program adds one block of columns of one run of equal sorted ids: the run that begins at
     # ``begin``. Programs that begin inside a run, or at an id outside the table, do nothing.
     begin = tl.program_id(0)
-    mine = tl.load(ids + begin)
-    before = tl.load(ids + begin - 1, mask=begin > 0, other=-1)
-    if (mine != before) & (mine >= 0) & (mine < limit):
+    own_id = tl.load(ids + begin)
+    previous_id = tl.load(ids + begin - 1, mask=begin > 0, other=-1)
+    if (own_id != previous_id) & (own_id >= 0) & (own_id < limit):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
-        at = total + mine * width + column
-        result = tl.load(at, mask=inside, other=0.0)
+        target = total + own_id * width + column
+        result = tl.load(target, mask=inside, other=0.0)
         if result.dtype != tl.float64:
             result = result.to(tl.float32)
-        own = rows + tl.load(order + begin) * width + column
-        result += tl.load(own, mask=inside, other=0.0).to(result.dtype)
+        first_row = rows + tl.load(order + begin) * width + column
+        result += tl.load(first_row, mask=inside, other=0.0).to(result.dtype)
         begin += 1
         # Most ids occur once and skip this slower loop, which adds CHUNK rows at a time until a
         # chunk is not full.
-        following = tl.load(ids + begin, mask=begin < num_rows, other=-1)
-        num_same = tl.where(following == mine, CHUNK, 0)
+        next_id = tl.load(ids + begin, mask=begin < num_rows, other=-1)
+        num_same = tl.where(next_id == own_id, CHUNK, 0)
         while num_same == CHUNK:
             index = begin + tl.arange(0, CHUNK)
-            same = tl.load(ids + index, mask=index < num_rows, other=-1) == mine
+            same = tl.load(ids + index, mask=index < num_rows, other=-1) == own_id
             source = tl.load(order + index, mask=same, other=0)
             tile = tl.load(
                 rows + source[:, None] * width + column[None, :],
@@ -54,7 +54,7 @@ def _add_rows(
             result += tl.sum(tile.to(result.dtype), 0)
             num_same = tl.sum(same.to(tl.int32), 0)
             begin += CHUNK
-        tl.store(at, result.to(total.dtype.element_ty), mask=inside)
+        tl.store(target, result.to(total.dtype.element_ty), mask=inside)
 
 
 def add_rows_plain(
@@ -62,8 +62,8 @@ def add_rows_plain(
 ) -> None:
     """Compute ``add_rows_`` in plain torch."""
     is_row = (ids >= 0) & (ids < total.shape[0])
-    kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
-    total.index_add_(0, ids.where(is_row, 0), kept)
+    masked_rows = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
+    total.index_add_(0, ids.where(is_row, 0), masked_rows)
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:

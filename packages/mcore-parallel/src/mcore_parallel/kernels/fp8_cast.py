@@ -54,8 +54,8 @@ def _largest(x, out, size, LANES: tl.constexpr):
     # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top.
     lane = tl.arange(0, LANES)
     top = tl.zeros([LANES], tl.int32)
-    # From the end to the beginning: the cache still holds what the producer wrote last, and
-    # ``_cast`` starts with what this kernel reads last.
+    # From the end to the beginning: the cache still holds the end of x, which its producer
+    # wrote last, and afterwards the beginning of x, which ``_cast`` reads first.
     start = (tl.cdiv(size, LANES) - 1 - tl.program_id(0)).to(tl.int64) * LANES
     step = tl.num_programs(0).to(tl.int64) * LANES
     while start >= 0:
@@ -84,6 +84,7 @@ def _cast(
     COMPILED: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    # A word of the transpose is 4 rows of one column, see ``fp8_tiles``.
     word = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (word < num_rows // 4)[:, None] & (column < width)[None, :]
@@ -101,10 +102,10 @@ def _narrow(
     x, amax, out, size, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, IS_E4M3: tl.constexpr,
     COMPILED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     scale, _ = both_scales(amax, LIMIT, SMALLEST)
-    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * scale
-    tl.store(out + at, narrow_bytes(value, IS_E4M3, COMPILED), mask=at < size)
+    value = tl.load(x + index, mask=index < size, other=0.0).to(tl.float32) * scale
+    tl.store(out + index, narrow_bytes(value, IS_E4M3, COMPILED), mask=index < size)
 
 
 @triton.jit
@@ -112,10 +113,10 @@ def _narrow(
 def _widen(
     x, amax, out, size, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LANES: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    index = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     _, inverse = both_scales(amax, LIMIT, SMALLEST)
-    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * inverse
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+    value = tl.load(x + index, mask=index < size, other=0.0).to(tl.float32) * inverse
+    tl.store(out + index, value.to(out.dtype.element_ty), mask=index < size)
 
 
 def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.dtype) -> Fp8:

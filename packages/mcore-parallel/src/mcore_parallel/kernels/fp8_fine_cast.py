@@ -124,30 +124,31 @@ def _cast_lines(
 ):
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
+    # Offsets of this matrix of the stack in the tops and scales of rows and of columns.
     tall, wide = matrix * num_rows, matrix * width
     x, rows, columns = x + tall * width, rows + tall * width, columns + tall * width
     row, column = down * TILE + tl.arange(0, TILE), across * TILE + tl.arange(0, TILE)
     is_row, is_column = row < num_rows, column < width
     inside = is_row[:, None] & is_column[None, :]
-    place = row[:, None] * width + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0)
+    index = row[:, None] * width + column[None, :]
+    value = tl.load(x + index, mask=inside, other=0.0)
     if HAS_ROWS:
         tops = tl.load(row_tops + tall + row, mask=is_row, other=0)
         scale, inverse = _scales(tops, LIMIT, SMALLEST)
         tl.store(row_scales + tall + row, inverse, mask=is_row)
         narrow = narrow_bytes(value.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
-        tl.store(rows + place, narrow, mask=inside)
+        tl.store(rows + index, narrow, mask=inside)
     if HAS_COLUMNS:
         # Transposed in 16 bits before the cast: ptxas 12.8 drops casts that it transposes by
         # bytes.
-        turned = tl.trans(value)
+        transposed = tl.trans(value)
         tops = tl.load(column_tops + wide + column, mask=is_column, other=0)
         scale, inverse = _scales(tops, LIMIT, SMALLEST)
         tl.store(column_scales + wide + column, inverse, mask=is_column)
-        place = column[:, None] * num_rows + row[None, :]
+        index = column[:, None] * num_rows + row[None, :]
         inside = is_column[:, None] & is_row[None, :]
-        narrow = narrow_bytes(turned.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
-        tl.store(columns + place, narrow, mask=inside)
+        narrow = narrow_bytes(transposed.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
+        tl.store(columns + index, narrow, mask=inside)
 
 
 @triton.jit
@@ -185,12 +186,14 @@ def _cast_blocks(
     column = across * TILE + tl.arange(0, TILE)
     a, b, c, d = load_quarters(x, word, column, width)
     if HAS_ROWS:
+        # Scales [T, D/128] are stored by columns: block ``across`` has num_rows of them.
         to, row = row_scales + across * num_rows, word * 4
         _store_block_rows(a, row, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(b, row + 1, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(c, row + 2, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
         _store_block_rows(d, row + 3, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
     if HAS_COLUMNS:
+        # The tile has 128 rows, so each of its columns is one block of the transpose.
         tops = widened(tl.max(largest_bits(a, b, c, d), 0), x.dtype.element_ty)
         scale, inverse = power_scales(tops, SMALLEST, IS_E4M3)
         tl.store(column_scales + down * width + column, inverse)
@@ -223,6 +226,7 @@ def _cast_squares(
     word = down * (TILE // 4) + tl.arange(0, TILE // 4)
     column = across * TILE + tl.arange(0, TILE)
     a, b, c, d = load_quarters(x, word, column, width)
+    # The tile is one square: both orders have the same scale.
     top = widened(tl.max(tl.max(largest_bits(a, b, c, d), 0), 0), x.dtype.element_ty)
     scale, inverse = power_scales(top, SMALLEST, IS_E4M3)
     a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale
@@ -418,7 +422,7 @@ def cast_lines_by(
         SMALLEST_AMAX,
         dtype == torch.float8_e4m3fn,
         has_rows,
-        True,  # and columns
+        True,  # HAS_COLUMNS
         x.is_cuda,
         BLOCK,
         num_warps=_WARPS,
@@ -452,7 +456,7 @@ def cast_blocks(
     kernel: Any = _cast_squares if is_square else _cast_blocks
     num_rows, width = x.shape
     down, across = num_rows // BLOCK, width // BLOCK
-    place = {"dtype": torch.float32, "device": x.device}
+    factory_kwargs = {"dtype": torch.float32, "device": x.device}
     rows, columns = _outputs(x, has_rows)
     constants = SMALLEST_AMAX, dtype == torch.float8_e4m3fn, has_rows, True, x.is_cuda, BLOCK
     # The transpose is written in words.
@@ -460,12 +464,15 @@ def cast_blocks(
     if is_square:
         strides = -(-across // 4) * 4, -(-down // 4) * 4
         scales = (
-            torch.zeros(down, strides[0], **place),
-            torch.zeros(across, strides[1], **place),
+            torch.zeros(down, strides[0], **factory_kwargs),
+            torch.zeros(across, strides[1], **factory_kwargs),
         )
         sizes = num_rows, width, *strides
     else:
-        scales = torch.empty(across, num_rows, **place), torch.empty(down, width, **place)
+        scales = (
+            torch.empty(across, num_rows, **factory_kwargs),
+            torch.empty(down, width, **factory_kwargs),
+        )
         sizes = num_rows, width
     kernel[down, across](x, *outputs, *scales, *sizes, *constants, num_warps=_BLOCK_WARPS)
     rows, columns = rows.view(dtype), columns.view(dtype)

@@ -139,12 +139,12 @@ def load_quarters(x, word, column, stride, inside=None):
         inside: mask of a quarter's elements inside the matrix, zeros elsewhere; None: all.
     """
     other: tl.constexpr = None if inside is None else 0.0
-    at = (word * 4)[:, None] * stride + column[None, :]
-    a = tl.load(x + at, mask=inside, other=other)
-    b = tl.load(x + at + stride, mask=inside, other=other)
-    at += 2 * stride
-    c = tl.load(x + at, mask=inside, other=other)
-    return a, b, c, tl.load(x + at + stride, mask=inside, other=other)
+    index = (word * 4)[:, None] * stride + column[None, :]
+    a = tl.load(x + index, mask=inside, other=other)
+    b = tl.load(x + index + stride, mask=inside, other=other)
+    index += 2 * stride
+    c = tl.load(x + index, mask=inside, other=other)
+    return a, b, c, tl.load(x + index + stride, mask=inside, other=other)
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def store_quarters(
     inside=None,
 ):  # fmt: skip
     """Cast the four quarters of a tile and store them in the matrix' own order."""
-    at = rows + (word * 4)[:, None] * stride + column[None, :]
-    tl.store(at, narrow_bytes(a, IS_E4M3, COMPILED), mask=inside)
-    tl.store(at + stride, narrow_bytes(b, IS_E4M3, COMPILED), mask=inside)
-    at += 2 * stride
-    tl.store(at, narrow_bytes(c, IS_E4M3, COMPILED), mask=inside)
-    tl.store(at + stride, narrow_bytes(d, IS_E4M3, COMPILED), mask=inside)
+    target = rows + (word * 4)[:, None] * stride + column[None, :]
+    tl.store(target, narrow_bytes(a, IS_E4M3, COMPILED), mask=inside)
+    tl.store(target + stride, narrow_bytes(b, IS_E4M3, COMPILED), mask=inside)
+    target += 2 * stride
+    tl.store(target, narrow_bytes(c, IS_E4M3, COMPILED), mask=inside)
+    tl.store(target + stride, narrow_bytes(d, IS_E4M3, COMPILED), mask=inside)
 
 
 @triton.jit
@@ -170,9 +170,9 @@ def store_turned(
 ):  # fmt: skip
     """Cast the four quarters of a tile and store the tile's transpose in words."""
     words = narrow_words(a, b, c, d, IS_E4M3, COMPILED)
-    at = column[:, None] * (num_rows // 4) + word[None, :]
+    index = column[:, None] * (num_rows // 4) + word[None, :]
     mask = None if inside is None else tl.trans(inside)
-    tl.store(columns + at, tl.trans(words), mask=mask)
+    tl.store(columns + index, tl.trans(words), mask=mask)
 
 
 @triton.jit

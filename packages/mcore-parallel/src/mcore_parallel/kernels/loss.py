@@ -33,11 +33,11 @@ def _row_stats(
     plain = tl.zeros([LANES], tl.float32)
     whole = width // (4 * LANES) * (4 * LANES)
     for start in range(0, whole, 4 * LANES):
-        here = base + start + lane
-        a = tl.load(here).to(tl.float32)
-        b = tl.load(here + LANES).to(tl.float32)
-        c = tl.load(here + 2 * LANES).to(tl.float32)
-        d = tl.load(here + 3 * LANES).to(tl.float32)
+        chunk = base + start + lane
+        a = tl.load(chunk).to(tl.float32)
+        b = tl.load(chunk + LANES).to(tl.float32)
+        c = tl.load(chunk + 2 * LANES).to(tl.float32)
+        d = tl.load(chunk + 3 * LANES).to(tl.float32)
         top, total = _add_exponentials(top, total, a, b, c, d)
         if PLAIN:
             plain += (a + b) + (c + d)
@@ -49,12 +49,15 @@ def _row_stats(
         top, total = _add_exponentials(top, total, a, b, c, d)
         if PLAIN:
             plain += (_or_zero(a) + _or_zero(b)) + (_or_zero(c) + _or_zero(d))
-    # Combine the lanes: sum over lanes of total * exp(top - peak).
+    # Combine the lanes: sum over lanes of total * exp(top - peak). Without columns (a slice of
+    # padding) the peak is -inf, and 0 in its place keeps the difference from being NaN.
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     label = tl.load(labels + row) - first
-    mine = (label >= 0) & (label < width)
-    target = tl.load(base + tl.where(mine, label, 0), mask=mine, other=0.0).to(tl.float32)
+    is_local = (label >= 0) & (label < width)
+    target = tl.load(base + tl.where(is_local, label, 0), mask=is_local, other=0.0).to(
+        tl.float32
+    )
     tl.store(out + row, peak)
     tl.store(out + rows + row, tl.sum(total * tl.exp(top - safe), 0))
     tl.store(out + 2 * rows + row, target)
@@ -141,13 +144,13 @@ def row_stats_plain(
     """Compute ``row_stats`` in plain torch; float64 stays float64."""
     wide = logits[:, :width].to(torch.promote_types(logits.dtype, torch.float32))
     local = labels - first
-    mine = (local >= 0) & (local < width)
+    is_local = (local >= 0) & (local < width)
     if width == 0:
         none = wide.new_zeros(logits.shape[0])
         return torch.stack([none - torch.inf, none, none, none])
     peak = wide.amax(dim=1)
-    target = wide.gather(1, torch.where(mine, local, 0)[:, None]).squeeze(1)
-    target = torch.where(mine, target, 0)
+    target = wide.gather(1, torch.where(is_local, local, 0)[:, None]).squeeze(1)
+    target = torch.where(is_local, target, 0)
     plain = wide.sum(1) if has_plain else torch.zeros_like(peak)
     return torch.stack([peak, torch.exp(wide - peak[:, None]).sum(1), target, plain])
 
@@ -168,8 +171,8 @@ def softmax_gradient_plain(
     gain = 1.0 + 2.0 * z_loss * log_sum[:, None]
     grad = gain * torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
     local = labels - first
-    mine = (local >= 0) & (local < width)
-    grad[mine.nonzero().squeeze(1), local[mine]] -= 1.0 - label_smoothing
+    is_local = (local >= 0) & (local < width)
+    grad[is_local.nonzero().squeeze(1), local[is_local]] -= 1.0 - label_smoothing
     grad = torch.where(weights[:, None] == 0, torch.zeros_like(grad), grad * weights[:, None])
     logits[:, :width] = grad.to(logits.dtype)
     logits[:, width:] = 0

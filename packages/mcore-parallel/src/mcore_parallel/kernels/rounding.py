@@ -42,9 +42,9 @@ def round_stochastically_(
 @triton.jit(do_not_specialize=["salt"])
 @no_type_check
 def _round(wide, target, salt, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    number = tl.load(wide + at, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    number = tl.load(wide + index, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
     noise = number ^ salt.to(tl.uint32)
     noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
     noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
@@ -52,7 +52,7 @@ def _round(wide, target, salt, size, BLOCK: tl.constexpr):
     # Adding 16 random bits carries into the upper half with probability lower half / 2^16. With
     # the lower half cleared, the conversion to bfloat16 is exact.
     upper = ((number + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    tl.store(target + at, upper.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + index, upper.to(target.dtype.element_ty), mask=inside)
 
 
 def _round_plain(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:

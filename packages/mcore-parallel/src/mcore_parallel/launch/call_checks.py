@@ -46,7 +46,7 @@ class Agreement:
     rank: int
     """Index of this rank in ``ranks``."""
     timeout_s: float
-    """How long to wait for the first rank's call."""
+    """Longest wait for the first rank's call, in seconds."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which the first rank's call is waited for."""
     num_calls: int = field(default=0)

@@ -35,19 +35,20 @@ FLIGHT_RECORDER = {
     # that is a minute).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
-"""Environment of process groups: each rank remembers its last collectives, and nccl writes
-them to a file on a timeout."""
+"""Environment variables of torch's flight recorder: each rank records its last collectives, and
+nccl writes them to a file on a timeout."""
 KERNEL_CACHES = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4",
     "QUACK_CACHE_DIR": "quack",
 }
 """Environment variables with the folders of compiled CuTe kernels, and the folders' names."""
 FLIGHT_RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE"
-"""Environment variable of torch's: file of a rank's last collectives, without its number."""
+"""Torch's environment variable with the path of the flight recorder's files, without the rank's
+number at the end."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun's agent sets for its ranks."""
 REPEATED_S = 1.0
-"""A second SIGINT within this time is a repetition: the terminal signals process and group."""
+"""A second SIGINT within this time is ignored: a terminal may signal process and group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspace settings under which cuBLAS gives the same bits in every run."""
 
@@ -113,12 +114,12 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 
 
 def master_address() -> tuple[str, int]:
-    """Return the host and port at which the launcher lets ranks meet."""
+    """Return the host and port of the store through which ranks join the world."""
     return os.environ["MASTER_ADDR"], _integer(os.environ, "MASTER_PORT")
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun's agent holds the store at MASTER_PORT, and no rank has to."""
+    """Whether torchrun's agent, not rank 0, serves the store at MASTER_PORT."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -139,9 +140,9 @@ def initialize(
     ranks.
 
     Args:
-        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
-        timeout_minutes: after which a collective that hangs ends the job.
-        store: at which ranks meet; None: the one at MASTER_ADDR and MASTER_PORT.
+        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA if present, else the CPU.
+        timeout_minutes: minutes after which an unfinished collective ends the job.
+        store: store through which ranks join; None: the store at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: if ``cuda`` is requested and absent, or the host has fewer GPUs than ranks.
@@ -164,8 +165,10 @@ def initialize(
         device = torch.device("cpu")
     if env.is_launched and not dist.is_initialized():
         if env.launcher_pid:
-            watch = (env.launcher_pid, env.rank)
-            threading.Thread(target=_end_with, args=watch, name="launcher", daemon=True).start()
+            arguments = (env.launcher_pid, env.rank)
+            threading.Thread(
+                target=_exit_with_launcher, args=arguments, name="launcher", daemon=True
+            ).start()
         # On a timeout nccl's own watchdog writes which collectives each rank began.
         for name, value in FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
@@ -182,11 +185,11 @@ def initialize(
 
 
 def keep_compiled_kernels() -> None:
-    """Let CuTe's kernels be compiled once a host, not once a process: set their folders.
+    """Set the cache folders of CuTe kernels, so that a host compiles each kernel once.
 
-    flash-attn-4 keeps none by default. The packages name files by versions and sources, and
-    lock them. Their own default folder takes a user name, which a container's user may lack.
-    Settings that exist are kept.
+    flash-attn-4 caches no kernels by default. The packages name cached files by versions and
+    sources, and lock them. Their default folder depends on a user name, which a user of a
+    container may not have. Existing settings are not changed.
     """
     folder = Path(tempfile.gettempdir()) / f"mcore-kernels-{os.getuid()}"
     with suppress(OSError):  # without the folder, each process compiles
@@ -198,20 +201,19 @@ def keep_compiled_kernels() -> None:
 
 
 def dump_flight_recorder(rank: int) -> str:
-    """Write this rank's last collectives to the file that ``FLIGHT_RECORDER_FILE`` begins.
+    """Write this rank's last collectives to the path in ``FLIGHT_RECORDER_FILE`` plus rank.
 
-    The file is one of those that ``mcore-train triage`` reads.
+    ``mcore-train triage`` reads these files.
 
     Returns:
-        The file; empty if the variable is not set, as without a launcher of jobs, or if the
-        file cannot be written.
+        Path of the file; empty if the variable is not set, or the file cannot be written.
     """
-    if not (beginning := os.environ.get(FLIGHT_RECORDER_FILE, "")):
+    if not (prefix := os.environ.get(FLIGHT_RECORDER_FILE, "")):
         return ""
     torch_c10d: Any = torch._C._distributed_c10d  # its stub lacks the dumps
     on_gpu = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     dump = torch_c10d._dump_nccl_trace if on_gpu else torch_c10d._dump_fr_trace
-    file = f"{beginning}{rank}"
+    file = f"{prefix}{rank}"
     try:
         with open(file, "wb") as out:
             out.write(dump())
@@ -242,8 +244,8 @@ def deterministic_algorithms() -> Iterator[None]:
     """Return a context in which runs on equally many devices give the same bits.
 
     Enter the context before ``initialize``: cuBLAS and NCCL read their settings from the
-    environment when they start (fixed workspaces, ring sums); settings that exist are kept.
-    torch operations without a deterministic form raise.
+    environment when they start (fixed workspaces, ring sums); existing settings are not
+    changed. torch operations without a deterministic implementation raise.
 
     Raises:
         ValueError: if the environment sets cuBLAS workspaces that are not deterministic.
@@ -266,10 +268,10 @@ def deterministic_algorithms() -> Iterator[None]:
             del os.environ[name]
 
 
-def _check_workspaces(known: str) -> None:
-    if known and known not in CUBLAS_WORKSPACES:
+def _check_workspaces(setting: str) -> None:
+    if setting and setting not in CUBLAS_WORKSPACES:
         raise ValueError(
-            f"CUBLAS_WORKSPACE_CONFIG={known} is not deterministic: unset it, or use "
+            f"CUBLAS_WORKSPACE_CONFIG={setting} is not deterministic: unset it, or use "
             f"{' or '.join(CUBLAS_WORKSPACES)}."
         )
 
@@ -337,7 +339,7 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
         out = None if rank == 0 else subprocess.DEVNULL
         ranks.append(subprocess.Popen(list(command), env=env, stdout=out))
     try:
-        with _passing_on_signals(ranks):
+        with _forward_signals(ranks):
             return _wait(ranks, poll_s)
     finally:
         _end(ranks)
@@ -372,16 +374,16 @@ def _ending(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code}"
     causes = {
-        signal.SIGBUS: " (a file that it maps was cut, or its drive is full)",
-        signal.SIGKILL: " (by somebody, or as the host's memory was full)",
+        signal.SIGBUS: " (a memory-mapped file was truncated, or its drive is full)",
+        signal.SIGKILL: " (killed from outside, or because the host's memory was full)",
     }
     number = signal.Signals(-code)
     return f"was ended by {number.name}{causes.get(number, '')}"
 
 
-def _end_with(launcher: int, rank: int, poll_s: float = 1.0) -> None:
-    """End this process once its launcher process is gone."""
-    # Not a child: the launcher is gone already, or started this rank through another process.
+def _exit_with_launcher(launcher: int, rank: int, poll_s: float = 1.0) -> None:
+    """End this process when its launcher process has ended."""
+    # If this rank is no child, the launcher has ended, or a process between them started it.
     is_child = os.getppid() == launcher
     while os.getppid() == launcher if is_child else _exists(launcher):
         time.sleep(poll_s)
@@ -401,40 +403,40 @@ def _exists(process: int) -> bool:
 
 
 @contextmanager
-def _passing_on_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
+def _forward_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    before = {}
-    came_s: dict[int, float] = {}
+    old_handlers = {}
+    received_s: dict[int, float] = {}
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+    def forward_once(number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if number == signal.SIGINT and now_s - came_s.get(number, now_s) > REPEATED_S:
-            signal.signal(number, before[number])
+        if number == signal.SIGINT and now_s - received_s.get(number, now_s) > REPEATED_S:
+            signal.signal(number, old_handlers[number])
             signal.raise_signal(number)
         # Ctrl-C has also sent SIGINT to the ranks, and a second SIGINT would end them at once.
         # So any signal is forwarded as SIGTERM, and only the first one.
-        if not came_s:
+        if not received_s:
             for rank in ranks:
                 if rank.poll() is None:
                     rank.send_signal(signal.SIGTERM)
-        came_s.setdefault(number, now_s)
+        received_s.setdefault(number, now_s)
 
-    def pass_on_as_it_is(number: int, _frame: FrameType | None) -> None:
+    def forward_unchanged(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, pass_on)
+        old_handlers[number] = signal.signal(number, forward_once)
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            before[number] = signal.signal(number, pass_on_as_it_is)
+            old_handlers[number] = signal.signal(number, forward_unchanged)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""nccl settings by axis: how many multiprocessors collectives take from concurrent GEMMs.
+"""nccl settings by axis: number of multiprocessors that collectives take from GEMMs.
 
 A collective during backward runs on multiprocessors that GEMMs could use. Gradient reductions
 over data ranks have all of backward to finish and need few multiprocessors; tensor ranks wait
@@ -67,24 +67,26 @@ def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Commu
         raise ValueError(f"{FLAG} {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ValueError(f"{FLAG} {path} is not TOML: {error}.") from error
-    known = {name: (name,) for name in axes} | TABLES
+    axes_of_tables = {name: (name,) for name in axes} | TABLES
     communicators: dict[str, Communicator] = {}
     # Tables of several axes first, so that a table of a single axis overrides them.
     for name in sorted(tables, key=lambda name: name not in TABLES):
-        if name not in known:
-            raise ValueError(f"{FLAG} {path}: no axis {name}; there are {', '.join(known)}.")
+        if name not in axes_of_tables:
+            raise ValueError(f"{FLAG} {path}: no axis {name}; use {', '.join(axes_of_tables)}.")
         communicator = _communicator(f"{FLAG} {path}: [{name}]", tables[name])
-        communicators |= dict.fromkeys(known[name], communicator)
+        communicators |= dict.fromkeys(axes_of_tables[name], communicator)
     return communicators
 
 
 def _communicator(where: str, table: Any) -> Communicator:
-    known = [field.name for field in fields(Communicator)]
+    settings = [field.name for field in fields(Communicator)]
     if not isinstance(table, dict):
-        raise ValueError(f"{where} must be a table of {', '.join(known)}.")
+        raise ValueError(f"{where} must be a table of {', '.join(settings)}.")
     for name, value in table.items():
-        if name not in known:
-            raise ValueError(f"{where} sets {name}, which is unknown: use {', '.join(known)}.")
+        if name not in settings:
+            raise ValueError(
+                f"{where} sets {name}, which is unknown: use {', '.join(settings)}."
+            )
         if type(value) is not int or value < 1:
             raise ValueError(f"{where} sets {name} = {value!r}: it must be 1 or more.")
     communicator = Communicator(**table)

@@ -1,17 +1,18 @@
 """Ends all ranks of a job if one raises, dies or hangs, and reports which rank failed where.
 
 Torch's collectives time out; the watchdog adds which rank failed and where, and ends the other
-ranks. Every few seconds a thread of each rank writes this rank's place in the code to a store,
-and checks whether another rank has failed. It reads the interpreter's stacks, so training pays
-nothing. A failing rank writes what failed, over which axis, called from which line, and the
-places of all other ranks; their threads then end their processes. Every second the thread
-checks that the processes of the other ranks of its host exist: ranks whose devices wait for a
-killed one handle no signal, so that the launcher would wait 30 s before it kills them too.
-A second thread watches the store itself, for which torch would wait without end.
+ranks. Every few seconds a thread of each rank writes this rank's position in the code to a
+store, and checks whether another rank has failed. The thread reads the interpreter's stacks, so
+training is not slowed. A failing rank writes the error, its axis and line, and the positions of
+all other ranks; their threads then end their processes. Every second the thread checks that the
+processes of the other ranks of its host exist: ranks whose GPUs wait for a killed rank handle
+no signal, so the launcher would wait 30 s before it kills them too. A second thread watches the
+store itself, for which torch would wait without limit.
 
-A program that reports its steps (``step_ended``) has hangs found long before collectives time
-out: once a step takes twice the longest one before and ``STEP_SLACK_S``, the ranks that are in
-no collective are named, and each rank writes its flight recorder.
+If a program reports its steps (``step_ended``), hangs are detected long before collectives time
+out: a step is late when it takes ``STEP_FACTOR`` times the longest earlier step plus
+``STEP_SLACK_S``. Then the ranks outside of any collective are logged, and each rank writes its
+flight recorder.
 """
 
 import json
@@ -40,21 +41,21 @@ GRACE_S = 2.0
 ENDING_S = 15.0
 """Time for a failed rank to end."""
 POLL_S = 1.0
-"""Time between two looks at the processes of this host's ranks."""
+"""Time between two checks of the processes of this host's ranks."""
 WARN_SHARE = 0.9
-"""Share of the timeout after which a rank that does not move logs where all ranks stand."""
+"""Fraction of the timeout after which a rank that does not move logs all ranks' positions."""
 STEP_FACTOR = 2.0
 STEP_SLACK_S = 5.0
-"""A step is late after ``STEP_FACTOR`` times the longest one before it, plus this time. A late
-step is found within one period of the watch, at most 5 s more."""
+"""A step is late after ``STEP_FACTOR`` times the longest earlier step, plus this time. A late
+step is detected within one period of the watch, at most 5 s later."""
 LEARNED_STEPS = 3
-"""Steps before which none is late: the first ones load kernels and files."""
+"""Number of first steps whose times do not count: they load kernels and files."""
 COMMUNICATION = ("collectives.py", "p2p.py", "buckets.py", "call_checks.py")
 """Files of this package that communicate; their callers are the call sites."""
 GONE = ("left", "failed")
-"""Last places of a rank that has left the watch."""
+"""Last positions of a rank that has left the watch."""
 WAITING = "waiting for its device"
-"""Begin of the place of a rank whose host waits for its GPU."""
+"""Beginning of the position of a rank whose host waits for its GPU."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
 """Packages whose frames are skipped between a call site and the communication."""
 _LIBRARY = str(Path(os.__file__).parent)
@@ -62,9 +63,10 @@ _LIBRARY = str(Path(os.__file__).parent)
 
 
 class Watch:
-    """Context manager that watches one world while a program runs in it.
+    """Context manager that watches the ranks of a world while a program runs in it.
 
-    All ranks must enter it together. Of a rank alone it watches the steps, if it reports them.
+    All ranks must enter the context together. In a world of one rank only late steps are
+    detected, if the program reports its steps.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class Watch:
         """Set up; nothing is written to the store before ``__enter__``.
 
         Args:
-            store: that all ranks share; None: nothing to watch.
-            rank: this one.
-            world_size: how many there are.
-            timeout_s: of the collectives; a rank unheard of for longer is given up.
-            on_fault: is called in the watch's thread once another rank has failed, with what
-                did, ``GRACE_S`` before the process is ended.
+            store: store that all ranks share; None: nothing is watched.
+            rank: this rank.
+            world_size: number of ranks.
+            timeout_s: timeout of the collectives; a rank that is silent for longer is a fault.
+            on_fault: called with a description in the watch's thread when another rank has
+                failed, ``GRACE_S`` before the process is ended.
             end_on_hang: end all ranks when a step is late; else a late step is logged, and
                 the collectives' timeout ends the ranks.
             host_ranks: ranks whose processes run on this host.
@@ -115,9 +117,9 @@ class Watch:
         reports_steps: bool = False,
         end_on_hang: bool = False,
     ) -> "Watch":
-        """Watch over the world that this process has joined.
+        """Build the watch of the world that this process has joined.
 
-        A rank alone is watched only if it ``reports_steps``, by ``step_ended``.
+        A world of one rank is watched only if the program ``reports_steps`` by ``step_ended``.
         """
         if world_size == 1:
             store = dist.HashStore() if reports_steps else None
@@ -125,8 +127,8 @@ class Watch:
         # A separate connection, so that the thread never waits for a call of the main thread.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
         timeout_s = 60 * timeout_minutes
-        here = launcher.read_environment()
-        first = here.rank - here.local_rank
+        env = launcher.read_environment()
+        first = env.rank - env.local_rank
         return cls(
             store.clone(),
             rank,
@@ -134,12 +136,12 @@ class Watch:
             timeout_s,
             on_fault,
             end_on_hang=end_on_hang,
-            host_ranks=range(first, first + here.local_world_size),
+            host_ranks=range(first, first + env.local_world_size),
         )
 
     def __enter__(self) -> "Watch":
         if self._store is not None:
-            self._tell("starting")
+            self._write_heartbeat("starting")
             self._answered = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
             self._thread.start()
@@ -154,25 +156,25 @@ class Watch:
     ) -> None:
         """Stop watching; write a fault to the store and to the exception as a note.
 
-        Only the first fault of a world is reported; later ones are its consequences. After a
+        Only the first fault of a world is reported; later faults are its consequences. After a
         fault the process has ``ENDING_S`` to end, since leaving a world of dead ranks may hang.
         """
         if self._store is None:
             return
-        if self.world_size == 1:  # nobody else is to be told, and nobody dead to be left
+        if self.world_size == 1:  # there is no other rank to inform
             self._stop()
             self._left.set()
             return
         failed = isinstance(error, Exception)
         try:
             if failed:
-                own = self._describe(error, traceback)
-                fault = self._first_fault(own)
-                fault = own if fault == own else f"{fault}. Then {own}"
+                own_fault = self._describe(error, traceback)
+                fault = self._first_fault(own_fault)
+                fault = own_fault if fault == own_fault else f"{fault}. Then {own_fault}"
                 error.add_note(fault)
                 log.error("rank %d ends: %s", self.rank, fault)
             self._stop()
-            self._tell("failed" if failed else "left")
+            self._write_heartbeat("failed" if failed else "left")
             if failed and self.rank == 0:
                 self._outlast_readers()
         except dist.DistError as lost:
@@ -184,12 +186,12 @@ class Watch:
             last_resort.start()
 
     def step_ended(self) -> None:
-        """Note that a step of the program has ended; a later one that hangs is found by it."""
+        """Report the end of a step, so that later steps can be compared with its time."""
         self._steps.end()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """A context for work that is no step, such as a save: it may take any time."""
+        """Return a context for work outside steps, such as a save, which is never late."""
         self._steps.stop()
         try:
             yield
@@ -243,7 +245,7 @@ class Watch:
             if place != still_at:
                 still_since, still_at, warned = now, place, False
             try:
-                self._tell(place)
+                self._write_heartbeat(place)
                 fault = self._fault(dead)
                 self._learn_processes()
                 self._answered = time.monotonic()
@@ -271,12 +273,12 @@ class Watch:
             if silent_s > self.timeout_s:
                 self._exit(
                     f"the store has not answered for {silent_s:.0f} s: the process that holds "
-                    "it, rank 0 or the launcher on its host, stands still or is out of reach",
+                    "it, rank 0 or the launcher on its host, hangs or cannot be reached",
                     where_in(sys._current_frames(), self._main),
                 )
 
     def _learn_processes(self) -> None:
-        """Read the process ids of this host's ranks that are not known yet."""
+        """Read missing process ids of this host's ranks from their heartbeats."""
         for rank, process in self._processes.items():
             if not process and (beat := self._heartbeat_of(rank)):
                 self._processes[rank] = json.loads(beat)["process"]
@@ -325,7 +327,7 @@ class Watch:
         """End this process unless the main program ends within ``GRACE_S``."""
         if not self._ended.wait(GRACE_S):
             with suppress(dist.DistError):  # the store may be what is gone
-                self._tell("failed")
+                self._write_heartbeat("failed")
             self._exit(fault, place)
 
     def _exit(self, fault: str, place: str) -> None:
@@ -377,7 +379,7 @@ class Watch:
         what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
         return f"rank {self.rank} failed {place}: {what}. The others: {others}"
 
-    def _tell(self, place: str) -> None:
+    def _write_heartbeat(self, place: str) -> None:
         assert self._store is not None
         self._count += 1
         beat = {"count": self._count, "place": place, "process": os.getpid()}
@@ -390,7 +392,7 @@ class Watch:
 
 
 def _exists(process: int) -> bool:
-    """Whether a process lives; 0, which is not known yet, does. A zombie does not."""
+    """Whether a process is alive: true for 0 (id not known yet), false for a zombie."""
     try:
         # The name in parentheses may have blanks and parentheses; the state follows it.
         text = Path(f"/proc/{process or 'self'}/stat").read_text()
@@ -400,7 +402,7 @@ def _exists(process: int) -> bool:
 
 
 class _StepTimes:
-    """Times of a program's steps: written by the program, read by the watch's thread."""
+    """Times of a program's steps; the program writes them, the watch's thread reads them."""
 
     def __init__(self) -> None:
         self.count, self.longest_s = 0, 0.0
@@ -414,14 +416,14 @@ class _StepTimes:
 
     def end(self) -> None:
         now_s = time.monotonic()
-        # The first steps warm up: their times are no measure of the others'.
+        # The first steps load kernels and files: their times do not count.
         if self._began_s is not None and self.count >= LEARNED_STEPS:
             self.longest_s = max(self.longest_s, now_s - self._began_s)
         self.count += 1
         self._began_s = now_s
 
     def late_s(self) -> float:
-        """Return how long the present step takes if it is late, else 0."""
+        """Return the time of the current step so far if it is late, else 0."""
         began_s = self._began_s
         if began_s is None or not self.longest_s:
             return 0.0
@@ -452,7 +454,7 @@ def is_waiting(frames: Mapping[int, FrameType], main: int) -> bool:
 
     Args:
         frames: innermost frame of every thread.
-        main: the thread that counts.
+        main: the thread to check.
     """
     frame: FrameType | None = frames.get(main)
     while frame is not None:
@@ -490,12 +492,12 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
     """Describe the position of a stack, given innermost frame first."""
     inside = [i for i, (frame, _) in enumerate(stack) if _communicates(frame)]
     if not inside:
-        own = [entry for entry in stack if not _is_foreign(entry[0])]
-        # torch's Event.synchronize and the like: the device has the collective that hangs.
+        known_frames = [entry for entry in stack if not _is_foreign(entry[0])]
+        # In torch's Event.synchronize and similar: the collective that hangs is on the device.
         is_on_device = stack and "torch/cuda/" in stack[0][0].f_code.co_filename
         where = f"{WAITING} at" if is_on_device else "at"
-        return f"{where} {_line(*(own or stack)[0])}" if stack else "nowhere"
-    # The collective rather than the ``wait`` inside of it, unless ``wait`` was called alone.
+        return f"{where} {_line(*(known_frames or stack)[0])}" if stack else "nowhere"
+    # Name the collective, not the ``wait`` that it calls, unless ``wait`` was called directly.
     named = [
         i
         for i in inside

@@ -53,15 +53,18 @@ class ActivationOffload:
         if num_layers >= len(layers):
             raise ValueError(
                 f"--cpu-offloading-num-layers {num_layers} must be less than the "
-                f"{len(layers)} layers of a stage: the last one's activations are needed at "
-                "once."
+                f"{len(layers)} layers of a stage: backward needs the last layer's activations "
+                "immediately."
             )
         self._on_gpu = device.type == "cuda"
         self._least = least_elements or (LEAST_ELEMENTS if self._on_gpu else 1)
         self.host_bytes = 0
         self._layers, self._weights = layers, set[int]()
         if self._on_gpu:
-            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._to_host, self._to_device = (
+                torch.cuda.Stream(device),
+                torch.cuda.Stream(device),
+            )
         self._free: dict[int, list[_Buffer]] = {}
         self._latest: _SavedLayer | None = None
         self._open = ExitStack()
@@ -87,7 +90,7 @@ class ActivationOffload:
             self._weights = set().union(*map(_whole_weights, self._layers))
         self._latest = _SavedLayer(self, None if is_first else self._latest)
         pack = partial(self._pack, self._latest, module)
-        self._open.enter_context(saved_tensors_hooks(pack, _SavedTensor.whole))
+        self._open.enter_context(saved_tensors_hooks(pack, _SavedTensor.restore))
 
     def _leave(
         self, _module: nn.Module, _arguments: tuple, _output: Any, *, is_inside: bool
@@ -95,10 +98,10 @@ class ActivationOffload:
         if not torch.is_grad_enabled() or self._latest is None:
             return
         self._open.close()
-        self._latest.known.clear()
-        done = self._latest.before if is_inside else self._latest
+        self._latest.by_key.clear()
+        done = self._latest.preceding if is_inside else self._latest
         if done is not None:
-            done.give_up()
+            done.free_on_device()
 
     def _pack(self, layer: "_SavedLayer", module: nn.Module, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage().data_ptr()
@@ -107,10 +110,10 @@ class ActivationOffload:
         if storage in _whole_weights(module):
             return tensor
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if key not in layer.known:
-            layer.known[key] = saved = _SavedTensor(layer, tensor, self.send(tensor))
+        if key not in layer.by_key:
+            layer.by_key[key] = saved = _SavedTensor(layer, tensor, self.send(tensor))
             layer.saved.append(ref(saved))
-        return layer.known[key]
+        return layer.by_key[key]
 
     def send(self, tensor: Tensor) -> "_Buffer":
         """Launch the copy of a tensor to a host buffer; return the buffer."""
@@ -125,11 +128,11 @@ class ActivationOffload:
             buffer.shaped(tensor).copy_(tensor)
             return buffer
         if buffer.event is not None:  # the copy of its previous content must have ended
-            self._out.wait_event(buffer.event)
-        self._out.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._out):
+            self._to_host.wait_event(buffer.event)
+        self._to_host.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._to_host):
             buffer.shaped(tensor).copy_(tensor, non_blocking=True)
-        buffer.event = self._out.record_event()
+        buffer.event = self._to_host.record_event()
         return buffer
 
     def fetch(self, saved: "_SavedTensor") -> None:
@@ -140,15 +143,15 @@ class ActivationOffload:
         source = saved.buffer.shaped(tensor)
         if self._on_gpu:
             # Queued operations may still use the memory that the allocator has given out.
-            self._back.wait_stream(torch.cuda.current_stream(saved.device))
-            with torch.cuda.stream(self._back):
+            self._to_device.wait_stream(torch.cuda.current_stream(saved.device))
+            with torch.cuda.stream(self._to_device):
                 tensor.copy_(source, non_blocking=True)
-            saved.buffer.event = self._back.record_event()
+            saved.buffer.event = self._to_device.record_event()
         else:
             tensor.copy_(source)
         saved.tensor = tensor
 
-    def give_back(self, buffer: "_Buffer") -> None:
+    def recycle(self, buffer: "_Buffer") -> None:
         """Return a buffer to the pool, once its tensor is no longer needed."""
         self._free[buffer.memory.numel()].append(buffer)
 
@@ -170,9 +173,9 @@ class _Buffer:
 class _SavedLayer:
     """The tensors that one layer saved in one forward, and the layer before it."""
 
-    def __init__(self, owner: ActivationOffload, before: "_SavedLayer | None") -> None:
-        self.owner, self.before = owner, before
-        self.known: dict[Any, _SavedTensor] = {}
+    def __init__(self, owner: ActivationOffload, preceding: "_SavedLayer | None") -> None:
+        self.owner, self.preceding = owner, preceding
+        self.by_key: dict[Any, _SavedTensor] = {}
         self.saved: list[ReferenceType[_SavedTensor]] = []
         self.is_fetched = False
 
@@ -182,15 +185,15 @@ class _SavedLayer:
             if saved is not None:
                 apply(saved)
 
-    def give_up(self) -> None:
+    def free_on_device(self) -> None:
         """Free the copies on the device."""
-        self.each(_SavedTensor.leave)
+        self.each(_SavedTensor.free_on_device)
 
     def fetch(self) -> None:
         """Launch the copies of all tensors back to the device, once."""
         if not self.is_fetched:
             self.is_fetched = True
-            self.each(_SavedTensor.come_back)
+            self.each(_SavedTensor.prefetch)
 
 
 class _SavedTensor:
@@ -202,34 +205,34 @@ class _SavedTensor:
         self.shape, self.strides = tensor.shape, _dense_strides(tensor)
         self.dtype, self.device = tensor.dtype, tensor.device
 
-    def leave(self) -> None:
+    def free_on_device(self) -> None:
         """Free the tensor on the device, after the current stream has waited for the copy."""
         if self.tensor is not None and self.buffer.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.buffer.event)
         self.tensor = None
 
-    def come_back(self) -> None:
-        """Launch the copy back to the device, unless the tensor is there."""
+    def prefetch(self) -> None:
+        """Launch the copy back to the device, unless the device still holds the tensor."""
         if self.tensor is None:
             self.layer.owner.fetch(self)
 
     @staticmethod
-    def whole(packed: Any) -> Tensor:
-        """Return the tensor for backward, and prefetch the tensors of the layer before."""
+    def restore(packed: Any) -> Tensor:
+        """Return the tensor for backward, and prefetch the tensors of the preceding layer."""
         if isinstance(packed, Tensor):
             return packed
         layer = packed.layer
         layer.fetch()
-        if layer.before is not None:
-            layer.before.fetch()
-        packed.come_back()
+        if layer.preceding is not None:
+            layer.preceding.fetch()
+        packed.prefetch()
         if packed.buffer.event is not None:
             torch.cuda.current_stream(packed.device).wait_event(packed.buffer.event)
         return packed.tensor
 
     def __del__(self) -> None:
         """Return the host buffer to the pool, when autograd releases the tensor."""
-        self.layer.owner.give_back(self.buffer)
+        self.layer.owner.recycle(self.buffer)
 
 
 def _whole_weights(module: nn.Module) -> set[int]:

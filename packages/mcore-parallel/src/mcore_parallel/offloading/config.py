@@ -31,7 +31,7 @@ class OffloadConfig(Options):
         False,
         excludes={
             "recompute_granularity": Because(
-                "which makes again what is kept",
+                "which recomputes what is kept",
                 instead="offload where copies hide under computation, recompute elsewhere",
             ),
         },

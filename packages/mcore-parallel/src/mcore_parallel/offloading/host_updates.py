@@ -86,7 +86,7 @@ class CudaQueues:
 
 @dataclass(slots=True)
 class _Set:
-    """Device memory for one piece at a time."""
+    """Device buffers for one piece at a time, with the events of their reuse."""
 
     memory: Tensor
     is_free: Any

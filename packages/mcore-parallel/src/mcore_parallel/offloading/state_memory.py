@@ -35,7 +35,7 @@ class StateMemory:
     """A memory map that is divided into tensors, which keep the map alive."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """Take over a memory map of zeros, which must have no other user."""
+        """Wrap a memory map of zeros, which must have no other user."""
         self._map = memory
         # Tensors reference the array. Unlike a map it can be finalized before the memory is
         # unmapped.

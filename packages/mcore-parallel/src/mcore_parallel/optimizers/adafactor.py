@@ -1,12 +1,12 @@
-"""Adafactor: a second moment of one number a row and one a column, and bounded updates.
+"""Adafactor: a factored second moment (a number for each row and column), bounded updates.
 
-With R and C moving averages of the mean squares of the rows and columns of a gradient G, the
-second moment is R C^T / mean(R). The update G / sqrt of it is divided by its root mean square
-over the threshold, where that is above 1. So a matrix has almost no state.
+R and C are moving averages of the mean squares of the rows and columns of a gradient G. The
+second moment is V = R C^T / mean(R), and the update is U = G / sqrt(V), divided by
+max(1, rms(U) / threshold). So the state of a matrix is only its R and C.
 
 The formulas are those of ``torch.optim.Adafactor``, with one difference: the learning rate is
-that of the schedule, as for other optimizers. The paper also multiplies it by the root mean
-square of the matrix, which the rank that computes a direction does not hold.
+that of the schedule, as for other optimizers. The paper also multiplies the rate by the root
+mean square of the matrix, which the rank that computes a direction does not hold.
 
 Shazeer and Stern 2018, Adafactor, arXiv:1804.04235, algorithm 4.
 """
@@ -23,7 +23,7 @@ from mcore_parallel.optimizers.update_rule import MomentDtype, Shape
 
 
 class Adafactor:
-    """The rule of matrices; no state is kept by element."""
+    """Matrix rule of Adafactor, without elementwise state."""
 
     moments: Mapping[str, MomentDtype] = MappingProxyType({})
 
@@ -31,15 +31,15 @@ class Adafactor:
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Name what is kept of a whole matrix: see the config."""
+        """Return the shapes of a matrix's state, see the config."""
         return self.config.state_shapes(shape)
 
     def wire_dtype(self, main: torch.dtype) -> torch.dtype:
-        """Keep all bits of the gradient, whose squares are summed."""
+        """Return the dtype of main weights, since squares of gradients are summed."""
         return main
 
     def cost(self, shape: Shape) -> float:
-        """Passes over the matrix."""
+        """Return the number of elements: the work is a few passes over the matrix."""
         return float(shape[0] * shape[1])
 
     def message(
@@ -59,7 +59,7 @@ class Adafactor:
         *,
         num_steps: int,
     ) -> Float[Tensor, "b m n"]:
-        """Divide by the root of the factored second moment, and bound the update."""
+        """Return gradients over the root of the second moment, bounded in root mean square."""
         config = self.config
         share = num_steps**config.adafactor_beta2_decay  # 1 in the first step
         squares = messages.square()

@@ -14,7 +14,7 @@ from mcore_parallel.optimizers.update_rule import MomentDtype
 
 
 class AdamW:
-    """The update rule; ``num_steps`` is a plain integer, so a step makes no host sync."""
+    """Update rule of AdamW; ``num_steps`` is a Python integer, so no step synchronises."""
 
     def __init__(self, config: AdamConfig, is_applied: Bool[Tensor, ""] | None = None) -> None:
         self.config, self._is_applied = config, is_applied

@@ -1,4 +1,7 @@
-"""Constants of the update rules, and the formats of what they keep. Standard library only."""
+"""Options of the optimizers: constants of the update rules and formats of their state.
+
+Imports no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +17,8 @@ MATRIX_OPTIMIZERS = ("muon", "soap", "adafactor")
 class AdamConfig(Options):
     """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019).
 
-    Of matrix optimizers it updates what they leave: embeddings, head, norms, biases, routers.
+    With a matrix optimizer, AdamW updates the other parameters: embeddings, head, norms,
+    biases, routers.
     """
 
     part_of: ClassVar = {"optimizer": ("adam", *MATRIX_OPTIMIZERS)}
@@ -66,7 +70,7 @@ class ScheduleFreeConfig(Options):
     part_of: ClassVar = {"optimizer": "schedule_free"}
 
     schedule_free_beta1: float = option(0.9, above=0, below=1)
-    """Share of the averaged weights in those that gradients are computed at; above 0."""
+    """Share of the averaged weights in the weights at which gradients are computed; above 0."""
 
     schedule_free_beta2: float = option(0.999, minimum=0, below=1)
     """Decay of the mean of squared gradients, 0 to below 1."""
@@ -75,8 +79,8 @@ class ScheduleFreeConfig(Options):
     """Added to the root of the mean square; above 0."""
 
     schedule_free_r: float = option(0.0, minimum=0)
-    """Step t counts in the average about as t to this power; 0: all steps alike. 1 or 2 lets
-    the average forget a long warm-up."""
+    """Power r: step t has a weight of about t^r in the average; 0: equal weights. With 1 or 2
+    the average forgets a long warm-up."""
 
     rules = (
         Rule(
@@ -101,8 +105,8 @@ class MuonConfig(Options):
     """Orthogonalize the mean of gradients one step ahead: Nesterov's momentum."""
 
     muon_split_qkv: bool = True
-    """Treat the query, key and value matrices of a layer apart; else as one matrix of all
-    their rows."""
+    """Orthogonalize the query, key and value matrices of a layer separately; off: as one matrix
+    of all their rows."""
 
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
     """Polynomials of the Newton-Schulz iteration: simple, one for all steps, as in the first
@@ -119,14 +123,14 @@ class MuonConfig(Options):
     unit_rms_norm, sqrt(m / n); shape_scaling, sqrt(max(1, m / n))."""
 
     muon_extra_scale_factor: float = option(1.0, above=0)
-    """Further factor on updates of matrices. 0.2 with spectral gives them the size of those of
-    AdamW, so that a learning rate of AdamW fits both."""
+    """Another factor on updates of matrices. With 0.2 and spectral they are as large as AdamW's
+    updates, so that one learning rate fits both."""
 
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "distributed"
-    """What is done with matrices that tensor ranks share: distributed, each is computed whole
-    on one rank; duplicated, whole by all tensor ranks, so that no result is sent between them;
-    blockwise, each rank's block is a matrix of its own: no messages between tensor ranks, and
-    another update than on one rank. Megatron's default: blockwise."""
+    """How matrices that tensor ranks share are computed: distributed, each whole matrix on one
+    rank; duplicated, each whole matrix on all tensor ranks, so that no result is sent between
+    them; blockwise, each rank's block as a separate matrix: without messages between tensor
+    ranks, but the update differs from that on one rank. Megatron's default: blockwise."""
 
     muon_moment2_method: Literal["none", "adamuon", "normuon"] = "none"
     """Second moment that divides the orthogonalized momentum: adamuon, of each element;
@@ -143,7 +147,7 @@ class MuonConfig(Options):
     """Added to the root of the second moment; above 0."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Name the second moment, elementwise (AdaMuon) or one a row (NorMuon)."""
+        """Return the shape of the second moment: elementwise (AdaMuon) or by row (NorMuon)."""
         kinds = {"none": {}, "adamuon": {"square": shape}, "normuon": {"square": shape[:1]}}
         return kinds[self.muon_moment2_method]
 
@@ -176,18 +180,18 @@ class SoapConfig(Options):
     """Decay of the means of G G^T and G^T G, 0 to below 1."""
 
     soap_precondition_frequency: int = option(10, minimum=1)
-    """Steps after which the eigenbasis is brought up to date."""
+    """Steps between two updates of the eigenbasis."""
 
     soap_max_dim: int = option(8192, minimum=1)
-    """Longest side of a matrix that is rotated; longer sides stay as they are."""
+    """Longest side of a matrix that is rotated; longer sides are not rotated."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Name Adam's two moments, and the preconditioner and basis of each side rotated."""
-        found: dict[str, tuple[int, ...]] = {"exp_avg": shape, "exp_avg_sq": shape}
+        """Return the shapes of Adam's moments, and of a rotated side's mean and basis."""
+        shapes: dict[str, tuple[int, ...]] = {"exp_avg": shape, "exp_avg_sq": shape}
         for side, size in zip(("left", "right"), shape, strict=True):
             if size <= self.soap_max_dim:
-                found |= {side: (size, size), f"{side}_basis": (size, size)}
-        return found
+                shapes |= {side: (size, size), f"{side}_basis": (size, size)}
+        return shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,21 +204,21 @@ class AdafactorConfig(Options):
     """Exponent d: step t has a share of t^d in the second moment."""
 
     adafactor_clip_threshold: float = option(1.0, above=0)
-    """Root mean square above which the update of a matrix is scaled down to it."""
+    """Largest root mean square of the update of a matrix; larger updates are scaled down."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Name the mean squares of rows and columns."""
+        """Return the shapes of the mean squares of rows and columns."""
         return {"row": shape[:1], "column": shape[1:]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MainWeightsConfig(Options):
-    """What the optimizer keeps of the weights themselves."""
+    """Main weights and averaged weights that the optimizer keeps."""
 
     main_params_dtype: Literal["fp32", "bf16"] = option("fp32", needs={"bf16": ON})
-    """Format of the main weights of 16-bit weights. bf16: none are kept; an update is computed
-    in fp32 and rounded to bf16 at random, up as often as it is near, so that small updates
-    are not lost. Saves 4 bytes a weight."""
+    """Format of the main weights of 16-bit weights. bf16: no main weights are kept; updates are
+    computed in fp32 and rounded stochastically to bf16, so that small updates are not lost.
+    Saves 4 bytes a weight."""
 
     ema_decay: float = option(
         0.0,
@@ -222,9 +226,9 @@ class MainWeightsConfig(Options):
         below=1,
         excludes={"optimizer": Because("which averages weights itself", "schedule_free")},
     )
-    """Keep an exponential moving average of the weights, of which each update keeps this share,
-    such as 0.999; 0: none. float32, sharded and saved like moments, 4 bytes a weight;
-    --eval-average-weights scores it and mcore-ckpt average RUN writes it as a model."""
+    """Decay, such as 0.999, of an exponential moving average of the weights; 0: no average. The
+    average is float32, sharded and saved like moments, 4 bytes a weight; --eval-average-weights
+    evaluates it and mcore-ckpt average RUN writes it as a model."""
 
     rules = (
         Rule(
@@ -234,7 +238,7 @@ class MainWeightsConfig(Options):
                 and v.is_fully_sharded
                 and v.main_grads_dtype == "fp32"
             ),
-            "--main-params-dtype bf16: {sharding} keeps rows of float32, which are the main "
-            "weights: add --main-grads-dtype bf16, with which rows are bf16 too.",
+            "--main-params-dtype bf16: {sharding} keeps float32 rows, which are main weights: "
+            "add --main-grads-dtype bf16, with which rows are bf16 too.",
         ),
     )

@@ -1,7 +1,7 @@
 """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
 Chen et al. 2023, Symbolic discovery of optimization algorithms, arXiv:2302.06675, algorithm 2.
-Its learning rate is 3 to 10 times smaller than AdamW's, its weight decay as much larger.
+Use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from mcore_parallel.optimizers.update_rule import MomentDtype
 
 
 class Lion:
-    """The update rule."""
+    """Update rule of Lion, with one moment."""
 
     moments: Mapping[str, MomentDtype] = MappingProxyType({"momentum": "fp32"})
 

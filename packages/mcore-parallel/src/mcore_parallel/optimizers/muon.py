@@ -1,16 +1,17 @@
-"""Muon: momentum, orthogonalized; with AdaMuon's and NorMuon's second moments.
+"""Muon: orthogonalized momentum, optionally with AdaMuon's or NorMuon's second moment.
 
-With M the mean of gradients and O = orthogonalize(M), weights move against O times a factor of
-the shape. Nesterov's form orthogonalizes (1 - beta) G + beta M. O has the singular vectors of
-the momentum and singular values near 1, so all directions of a matrix learn equally fast.
+With M the mean of gradients and O = orthogonalize(M), the update is -lr O times a factor that
+depends on the shape. Nesterov's form orthogonalizes (1 - beta) G + beta M. O has the singular
+vectors of the momentum and singular values near 1, so all directions of a matrix learn equally
+fast.
 
-AdaMuon divides O elementwise by the root of its mean square, of O = orthogonalize(sign(M)).
-NorMuon divides each row of O by the root of the row's mean square. Both scale the result to a
-root mean square of 0.2, the usual one of an update of Adam.
+AdaMuon takes O = orthogonalize(sign(M)) and divides each element of O by the root of the
+element's mean square over the steps. NorMuon divides each row of O by the root of the row's
+mean square. Both scale the result to a root mean square of 0.2, as is usual for Adam.
 
-``orthogonalize`` iterates X <- a X + (b A + c A A) X with A = X X^T: an odd polynomial
-a s + b s^3 + c s^5 of each singular value s, while singular vectors stay. It has matrix
-products alone, for which bfloat16 is accurate enough.
+``orthogonalize`` iterates X <- a X + (b A + c A A) X with A = X X^T, which maps each singular
+value s to the odd polynomial a s + b s^3 + c s^5 and keeps the singular vectors. The iteration
+consists of matrix products only, for which bfloat16 is accurate enough.
 
 References:
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025, Muon is
@@ -39,8 +40,8 @@ CoefficientType = Literal["simple", "quintic", "polar_express"]
 Coefficients = tuple[float, float, float]
 
 _SAFETY = 1.01
-"""Division of the polynomials' argument, so that rounding never brings a singular value above
-the interval that they were fitted on (Amsel et al., section 4.3)."""
+"""Divisor of the polynomials' argument, so that rounding never moves a singular value above
+the interval on which they were fitted (Amsel et al., section 4.3)."""
 
 
 def _safe(a: float, b: float, c: float) -> Coefficients:
@@ -67,11 +68,11 @@ COEFFICIENTS: Mapping[CoefficientType, Sequence[Coefficients]] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""Of the first steps, a triple (a, b, c) each; the last repeats."""
+"""Polynomials (a, b, c) of the first steps; the last one is repeated."""
 
 
 class Muon:
-    """The rule of matrices; state of a weight is its momentum."""
+    """Matrix rule of Muon; the elementwise state is the momentum."""
 
     moments: Mapping[str, MomentDtype] = MappingProxyType({"momentum": "fp32"})
 
@@ -79,15 +80,15 @@ class Muon:
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Name what is kept of a whole matrix: see the config."""
+        """Return the shapes of a matrix's state, see the config."""
         return self.config.state_shapes(shape)
 
     def wire_dtype(self, main: torch.dtype) -> torch.dtype:
-        """Iterate and communicate in bfloat16, or in the float64 of an exact run."""
+        """Return bfloat16, or float64 for float64 main weights (exact comparisons)."""
         return torch.float64 if main == torch.float64 else torch.bfloat16
 
     def cost(self, shape: Shape) -> float:
-        """Products of the iteration: proportional to max(m, n) min(m, n)^2."""
+        """Return max(m, n) min(m, n)^2, proportional to the work of the iteration."""
         return float(max(shape)) * min(shape) ** 2
 
     def message(
@@ -97,7 +98,7 @@ class Muon:
         *,
         grad_scale: Float[Tensor, ""] | float,
     ) -> Float[Tensor, " n"]:
-        """Update the momentum; return it, or Nesterov's look ahead."""
+        """Update the momentum; return it or Nesterov's lookahead, for AdaMuon its sign."""
         momentum, beta = moments["momentum"], self.config.muon_momentum
         grad = grad.to(momentum.dtype) * grad_scale
         momentum.lerp_(grad, 1 - beta)
@@ -111,23 +112,23 @@ class Muon:
         *,
         num_steps: int,  # noqa: ARG002 - the rule is the same in every step
     ) -> Float[Tensor, "b m n"]:
-        """Orthogonalize, and divide by the second moment if there is one."""
+        """Return the orthogonalized messages, divided by the root of a second moment if any."""
         config = self.config
         steps, kind = config.muon_num_ns_steps, config.muon_coefficient_type
-        found = orthogonalize(messages, steps, kind)
+        update = orthogonalize(messages, steps, kind)
         if config.muon_moment2_method == "none":
-            return found
+            return update
         square = state["square"]
-        found = found.to(square.dtype)
-        now = found.square()
+        update = update.to(square.dtype)
+        new_square = update.square()
         if config.muon_moment2_method == "normuon":
-            now = now.mean(-1)  # [b, m, n] -> [b, m]
-        square.lerp_(now, 1 - config.muon_beta2)
+            new_square = new_square.mean(-1)  # [b, m, n] -> [b, m]
+        square.lerp_(new_square, 1 - config.muon_beta2)
         root = square.sqrt() + config.muon_eps
-        found /= root if root.dim() == found.dim() else root[..., None]
+        update /= root if root.dim() == update.dim() else root[..., None]
         # The root mean square of all elements becomes _UPDATE_RMS.
-        rms = torch.linalg.matrix_norm(found, keepdim=True) / found[0].numel() ** 0.5
-        return found * (_UPDATE_RMS / rms.clamp(min=1e-30))
+        rms = torch.linalg.matrix_norm(update, keepdim=True) / update[0].numel() ** 0.5
+        return update * (_UPDATE_RMS / rms.clamp(min=1e-30))
 
     def factor(self, shape: Shape) -> float:
         """Return the factor of --muon-scale-mode for an (m, n) matrix; rows are outputs."""
@@ -145,12 +146,12 @@ class Muon:
 def orthogonalize(
     x: Float[Tensor, "b m n"], num_steps: int, coefficient_type: CoefficientType
 ) -> Float[Tensor, "b m n"]:
-    """Return matrices of the same singular vectors with singular values near 1.
+    """Return matrices with the same singular vectors and singular values near 1.
 
     Args:
         x: matrices of one shape; overwritten. Computed in its dtype, bfloat16 for speed.
-        num_steps: of the iteration.
-        coefficient_type: of its polynomials.
+        num_steps: steps of the iteration.
+        coefficient_type: key of the polynomials in ``COEFFICIENTS``.
 
     Reference:
         Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
@@ -161,7 +162,7 @@ def orthogonalize(
     # The Frobenius norm bounds the largest singular value, which must not exceed 1.
     x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7))
     table = COEFFICIENTS[coefficient_type]
-    if len(x) == 1:  # a plain product: its bits are the same whatever else a rank computes
+    if len(x) == 1:  # not batched, so the bits do not depend on other matrices of the rank
         x = _iterate(x[0], num_steps, table, torch.addmm)[None]
     else:
         x = _iterate(x, num_steps, table, torch.baddbmm)

@@ -1,12 +1,12 @@
 """Schedule-Free AdamW: an average of the weights takes the place of a decaying learning rate.
 
-Gradients are computed at y = (1 - beta1) z + beta1 x, between the iterate z, which steps as
-AdamW without momentum, and its average x, which is the model to keep: x <- (1 - c) x + c z with
-c = (r + 1) / (t + r), the weights of step t growing as t^r (Shamir and Zhang 2013,
-arXiv:1212.1824). The weights of the model in training are y; x is saved as ``average``.
+Gradients are computed at y = (1 - beta1) z + beta1 x. The iterate z is updated like AdamW
+without momentum. Its average x is the final model: x <- (1 - c) x + c z with
+c = (r + 1) / (t + r), so that step t has a weight proportional to t^r (Shamir and Zhang 2013,
+arXiv:1212.1824). In training the model's weights are y; x is saved as ``average``.
 
 Defazio et al. 2024, The road less scheduled, arXiv:2405.15682, algorithm 1. The authors'
-package weighs steps by the squared learning rate too; at a constant rate both are equal.
+package also weights steps by the squared learning rate; at a constant rate both are equal.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from mcore_parallel.optimizers.update_rule import AVERAGE, MomentDtype
 
 
 class ScheduleFree:
-    """The update rule; main weights are y."""
+    """Update rule of Schedule-Free AdamW; main weights are y."""
 
     moments: Mapping[str, MomentDtype] = MappingProxyType(
         {"iterate": "fp32", AVERAGE: "fp32", "exp_avg_sq": "fp32"}

@@ -13,14 +13,14 @@ from mcore_parallel.optimizers.update_rule import MomentDtype
 
 
 class SGD:
-    """The update rule."""
+    """Update rule of SGD, with momentum unless it is 0."""
 
     def __init__(self, config: SGDConfig) -> None:
         self.momentum = config.sgd_momentum
 
     @property
     def moments(self) -> Mapping[str, MomentDtype]:
-        """The running sum of gradients, where there is momentum."""
+        """The decayed sum of gradients; no moment if the momentum is 0."""
         return {"momentum": "fp32"} if self.momentum else {}
 
     def update(

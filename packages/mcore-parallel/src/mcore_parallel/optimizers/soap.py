@@ -1,15 +1,15 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners.
 
-With L and R the means of G G^T and G^T G of an (m, n) gradient G, and Q_L and Q_R their
-eigenvectors, Adam's second moment V is kept of Q_L^T G Q_R, and the update
-Q_L (Q_L^T M Q_R / (sqrt(V) + eps)) Q_R^T is rotated back, M the mean of gradients. Every few
-steps the bases follow L and R by one step of a power iteration and a QR decomposition.
+L and R are the means of G G^T and G^T G for an (m, n) gradient G, Q_L and Q_R their
+eigenvectors, M is the mean of gradients. V is Adam's second moment of the rotated gradient
+Q_L^T G Q_R, and the update, rotated back, is Q_L (Q_L^T M Q_R / (sqrt(V) + eps)) Q_R^T. Every
+few steps one step of a power iteration and a QR decomposition update the bases to L and R.
 
-Three differences from the authors' code. The first step updates weights, by the bases of its
-own gradient. All state is kept with the matrix on the rank that computes it. And L and R get a
-small ramp on the diagonal before they are decomposed: without it rounding alone decides the
-eigenvectors of equal eigenvalues, such as the zeros of a first gradient, and layouts would
-train apart.
+There are three differences from the authors' code. The first step updates weights, with the
+bases of the first gradient. The rank that computes a matrix keeps all its state. L and R get a
+small ramp on the diagonal before the decomposition: without the ramp rounding would decide the
+eigenvectors of equal eigenvalues, such as the zeros of a first gradient, and results would
+depend on the layout.
 
 Vyas et al. 2024, SOAP, arXiv:2409.11321, algorithms 3 and 4.
 """
@@ -25,11 +25,11 @@ from mcore_parallel.optimizers.config import SoapConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype, Shape
 
 _RAMP = 5e-2
-"""Of the mean eigenvalue, at the end of the ramp."""
+"""End of the ramp, as a fraction of the mean eigenvalue."""
 
 
 class Soap:
-    """The rule of matrices; no state is kept by element."""
+    """Matrix rule of SOAP, without elementwise state."""
 
     moments: Mapping[str, MomentDtype] = MappingProxyType({})
 
@@ -37,15 +37,15 @@ class Soap:
         self.config = config
 
     def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
-        """Name what is kept of a whole matrix: see the config."""
+        """Return the shapes of a matrix's state, see the config."""
         return self.config.state_shapes(shape)
 
     def wire_dtype(self, main: torch.dtype) -> torch.dtype:
-        """Keep all bits of the gradient: eigenvectors depend on small differences."""
+        """Return the dtype of main weights: eigenvectors depend on small differences."""
         return main
 
     def cost(self, shape: Shape) -> float:
-        """Products with both bases, and their share of QR decompositions."""
+        """Return the work of products with the bases and of the QR decompositions per step."""
         rows, columns = (size if size <= self.config.soap_max_dim else 0 for size in shape)
         products = shape[0] * shape[1] * (rows + columns) * 4.0
         return products + 4.0 * (rows**3 + columns**3) / self.config.soap_precondition_frequency
@@ -68,10 +68,10 @@ class Soap:
         *,
         num_steps: int,
     ) -> Float[Tensor, "b m n"]:
-        """Make Adam's step in the eigenbasis of each matrix."""
+        """Return Adam's steps, computed in the eigenbasis of each matrix."""
         for index, gradient in enumerate(messages):
-            own = {name: each[index] for name, each in state.items()}
-            gradient.copy_(self._step(gradient, own, num_steps))
+            matrix_state = {name: each[index] for name, each in state.items()}
+            gradient.copy_(self._step(gradient, matrix_state, num_steps))
         return messages
 
     def factor(self, shape: Shape) -> float:  # noqa: ARG002 - Adam's step has no scale
@@ -80,8 +80,8 @@ class Soap:
 
     def _step(self, G: Tensor, state: Mapping[str, Tensor], num_steps: int) -> Tensor:
         config = self.config
-        # L and R take the gradient in before it is rotated. The first bases are those of the
-        # first gradient alone; later ones are refreshed after the step.
+        # L and R include the gradient before it is rotated. The first step computes the bases
+        # from the first gradient; later steps refresh them after the update.
         for side, product in (("left", G @ G.mT), ("right", G.mT @ G)):
             if side in state:
                 state[side].lerp_(product, 1 - config.soap_shampoo_beta)
@@ -104,28 +104,28 @@ class Soap:
         return step
 
     def _refresh(self, state: Mapping[str, Tensor]) -> None:
-        """Bring the bases up to date; the second moment follows their order of columns."""
+        """Update the bases to L and R; permute the second moment like the bases' columns."""
         square = state["exp_avg_sq"]
         for dim, side in enumerate(("left", "right")):
             if side not in state:
                 continue
             basis = state[f"{side}_basis"]
             product = _with_ramp(state[side]) @ basis
-            # Columns in the order of their Rayleigh quotients, so that QR, which treats the
-            # first ones first, keeps the large eigenvalues exact.
+            # Sort columns by their Rayleigh quotients: QR orthogonalizes later columns against
+            # earlier ones, so the columns of the largest eigenvalues are changed least.
             order = (basis * product).sum(0).argsort(descending=True)
             square.copy_(square.index_select(dim, order))
             basis.copy_(torch.linalg.qr(product[:, order]).Q)
 
 
 def _with_ramp(x: Tensor) -> Tensor:
-    """Return x plus a diagonal that grows to a part of the mean eigenvalue."""
+    """Return x plus a diagonal that grows from 0 to ``_RAMP`` times the mean eigenvalue."""
     ramp = torch.linspace(0, _RAMP, len(x), dtype=x.dtype, device=x.device)
     return x + torch.diag(ramp * x.diagonal().mean())
 
 
 def _rotate(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """Return Q_L^T x Q_R; a side without a basis stays."""
+    """Return Q_L^T x Q_R; a side without a basis is not rotated."""
     if (left := state.get("left_basis")) is not None:
         x = left.mT @ x
     if (right := state.get("right_basis")) is not None:

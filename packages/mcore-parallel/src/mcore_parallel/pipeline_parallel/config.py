@@ -97,9 +97,9 @@ class PipelineConfig(Options):
             When("expert_model_parallel_size", lambda ranks: ranks > 1, _SPREAD_EXPERTS),
         ),
         idle_with={
-            "hierarchical_expert_parallel_size": Because("whose two steps give no turn away"),
+            "hierarchical_expert_parallel_size": Because("whose two exchanges do not overlap"),
             "moe_token_dispatcher_type": Because(
-                "which gives no turn away",
+                "whose exchanges do not overlap",
                 *("deepep", "symmetric"),
                 instead="use alltoall or allgather",
             ),
@@ -163,8 +163,8 @@ class PipelineConfig(Options):
                 and v.moe_token_dispatcher_type == "alltoall"
                 and v.moe_expert_rows_limit
             ),
-            "--overlap-moe-expert-parallel-comm takes as many turns on all ranks, and "
-            "--moe-expert-rows-limit cuts exchanges by routing: leave one out, or use "
+            "--overlap-moe-expert-parallel-comm needs equally many exchanges on all ranks, and "
+            "--moe-expert-rows-limit splits exchanges by routing: leave one out, or use "
             "--moe-token-dispatcher-type allgather.",
         ),
         Rule(

@@ -129,7 +129,7 @@ def run_schedule(
     # For each callback and chunk, the last action of the callback's kinds: entries of later
     # actions overwrite those of earlier ones.
     callbacks = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
-    before = [
+    callbacks_before = [
         (callback, {a.chunk: a for a in actions if a.kind in kinds})
         for callback, kinds in callbacks
     ]
@@ -141,7 +141,7 @@ def run_schedule(
             continue
         for unit in action_units(run):
             # A unit is one action, or a forward paired with the backward after it.
-            for action, (callback, last) in product(unit, before):
+            for action, (callback, last) in product(unit, callbacks_before):
                 if callback is not None and action is last.get(action.chunk):
                     callback(action.chunk)
             computations = [partial(runner.compute, action) for action in unit]

@@ -315,9 +315,9 @@ def _peak_activations(schedule: Schedule) -> list[int]:
         return [0] * len(schedule)
     peaks = []
     for actions in schedule:
-        held = peak = 0
+        num_held = peak = 0
         for action in actions:
-            held += steps.get(action.kind, 0)
-            peak = max(peak, held)
+            num_held += steps.get(action.kind, 0)
+            peak = max(peak, num_held)
         peaks.append(peak)
     return peaks

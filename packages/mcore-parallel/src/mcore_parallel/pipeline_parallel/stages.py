@@ -149,8 +149,8 @@ def _even_counts(
     num_layers: int, pp: int, vpp: int, account_for_embedding: bool, account_for_loss: bool
 ) -> list[int]:
     total = num_layers + account_for_embedding + account_for_loss
-    each, rest = divmod(total, pp * vpp)
-    if rest or not each:
+    each, remainder = divmod(total, pp * vpp)
+    if remainder or not each:
         extra = " (with embedding and loss as layers)" if total > num_layers else ""
         over = f"--pipeline-model-parallel-size {pp}"
         if vpp > 1:

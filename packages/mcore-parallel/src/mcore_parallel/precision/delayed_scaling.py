@@ -125,7 +125,7 @@ class DelayedScales:
         All-reduces over all ranks that share the layers.
 
         Args:
-            is_applied: where it is false, histories stay; None: they are appended to.
+            is_applied: if false, the histories do not change; None: the step is applied.
         """
         tensors = self._all
         seen = all_reduce(tensors.seen, self._axis, "max")

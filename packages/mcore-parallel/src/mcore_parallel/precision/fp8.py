@@ -82,11 +82,11 @@ class WeightCasts:
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Drop casts made inside the block at its end, when their memory may be reused."""
-        before = None if self._kept is None else dict(self._kept)
+        casts_before = None if self._kept is None else dict(self._kept)
         try:
             yield
         finally:
-            self._kept = before
+            self._kept = casts_before
 
     def held(self) -> list[Any]:
         """Return all cached casts, for a caller that must keep references to them."""
@@ -255,9 +255,9 @@ def fp8_gemms(
     _check_device(config, ctx.device)
     recipe = recipe or RECIPES[config.fp8_recipe]()
     dtype = _GRAD_DTYPES[config.fp8_format]
-    tp, cp, both = ctx.tp, ctx.cp, ctx.axis("tp", "cp")
+    tp, cp, tp_cp = ctx.tp, ctx.cp, ctx.axis("tp", "cp")
     # ``tokens``: a matrix [tokens over cp, all features]; ``split``: features over tp as well.
-    tokens, split = Cut(column=cp, whole=cp), Cut(row=tp, column=cp, whole=both)
+    tokens, split = Cut(column=cp, whole=cp), Cut(row=tp, column=cp, whole=tp_cp)
     common = {"grad_dtype": dtype, "recipe": recipe, "casts": casts}
     # Weights of a column-parallel linear are split by rows, of a row-parallel one by columns.
     rows, columns = Cut(column=tp, whole=tp), Cut(row=tp, whole=tp)

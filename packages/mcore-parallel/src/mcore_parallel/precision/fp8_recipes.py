@@ -83,7 +83,7 @@ class Recipe(ABC):
     """Whether ``cast`` accepts a ``DeferredMatrix``."""
 
     def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
-        """Return the recipe of one linear: this object, unless linears have own histories."""
+        """Return the recipe of one linear: this object, unless each linear has a history."""
         return self
 
     def cast(

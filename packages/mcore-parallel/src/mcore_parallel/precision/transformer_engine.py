@@ -34,7 +34,7 @@ def refusal() -> str:
     except PackageNotFoundError:
         return EXTRA
     if not installed.startswith(_TESTED):
-        return f"Transformer Engine {installed} is installed, and {_TESTED}* is what was tested"
+        return f"Transformer Engine {installed} is installed, but {_TESTED}* is required"
     return ""
 
 

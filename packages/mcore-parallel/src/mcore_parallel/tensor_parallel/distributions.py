@@ -90,8 +90,8 @@ def vocab_parallel_top_k(
     missing = min(k, width) - best.shape[-1]
     best = torch.nn.functional.pad(best, (0, missing), value=-torch.inf)
     ids = torch.nn.functional.pad(columns + axis.rank * width, (0, missing))
-    best, places = all_gather(best, axis, -1).topk(k, dim=-1)
-    ids = all_gather(ids, axis, -1).gather(-1, places)
+    best, positions = all_gather(best, axis, -1).topk(k, dim=-1)
+    ids = all_gather(ids, axis, -1).gather(-1, positions)
     options: dict[str, Any] = {"axis": axis, "temperature": temperature}
     return ids, vocab_parallel_log_probs(logits.detach(), ids, vocab_size=vocab_size, **options)
 

@@ -243,9 +243,9 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
                 continue
             copied[name, offsets, lengths] = content
             bits = np.ndarray(lengths, whole[name].dtype, content)
-            before, known = whole[name][region], is_held[name][region]
-            if known.any() and not np.array_equal(bits[known], before[known]):
-                new, old = (_tensor(b[known], dtype) for b in (bits, before))
+            assembled, was_held = whole[name][region], is_held[name][region]
+            if was_held.any() and not np.array_equal(bits[was_held], assembled[was_held]):
+                new, old = (_tensor(b[was_held], dtype) for b in (bits, assembled))
                 worst = (new - old).abs().max().item()
                 raise ValueError(f"replicas of {name} differ: rank {rank} by {worst:.3g}")
             whole[name][region] = bits

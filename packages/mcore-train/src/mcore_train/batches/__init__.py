@@ -1,1 +1,1 @@
-"""What a run reads: datasets, batch sizes, and the micro-batches of one rank."""
+"""Datasets, batch sizes, and the micro-batches of one rank."""

@@ -1,9 +1,9 @@
 """Batch sizes over a run: ``--rampup-batch-size`` and ``--step-batch-size-schedule``.
 
-A pure function of the samples used so far, so a run that is resumed, also under another
-layout, goes on with the size it would have had. A run that continues with another batch size
-has the sizes of its steps so far in front of the ramp: every number of steps is counted by what
-its steps really use.
+The size is a pure function of the samples used so far, so a resumed run, also under another
+layout, continues with the size that it would have had. A run that continues with another batch
+size records the sizes of its earlier steps before the ramp, so numbers of steps are always
+counted by the sizes that the steps really have.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from mcore_data.tracing.data_plan import Stretch
 class BatchRamp:
     """Sizes of the global batch over a run; a start of 0 means one size throughout.
 
-    The way from ``start`` to ``final`` is cut into steps of ``increment`` sequences, each
-    held for an equal share of ``samples``. Megatron's rule.
+    As in Megatron, the size grows from ``start`` to ``final`` in steps of ``increment``
+    sequences, each of which lasts for an equal share of ``samples``.
     """
 
     final: int
@@ -30,12 +30,12 @@ class BatchRamp:
     samples: int = 0
     """Sequences after which the size is ``final``."""
     steps: tuple[tuple[int, int], ...] = ()
-    """In place of a ramp, the sequences from which on a step has a size, and the size."""
+    """Instead of a ramp: pairs of the sequences from which a size is used, and the size."""
     past: tuple[tuple[int, int], ...] = ()
-    """Number and batch size of the steps that were done before, under other options."""
+    """Pairs of the number and batch size of earlier steps, done under other options."""
 
     def size_at(self, consumed: int) -> int:
-        """Sequences of the step that begins after ``consumed`` sequences."""
+        """Batch size of the step that begins after ``consumed`` sequences."""
         done = 0
         for number, size in self.past:
             done += number * size
@@ -51,7 +51,7 @@ class BatchRamp:
         return self.start + consumed * num_increments // self.samples * self.increment
 
     def sizes(self) -> tuple[int, ...]:
-        """Every size that the run has, smallest first."""
+        """Return every size of the ramp, smallest first."""
         if self.steps:
             return tuple(sorted({size for _, size in self.steps}))
         if not self.start:
@@ -87,11 +87,11 @@ class BatchRamp:
         return consumed + (step - 1 - done) * self.final
 
     def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "BatchRamp":
-        """Return the ramp with the batch sizes that the run has had in the place of its first.
+        """Return the ramp with the recorded batch sizes of the steps that are done.
 
         Args:
             stretches: batch sizes from the first step on.
-            steps: that the run has done.
+            steps: number of steps done.
         """
         begins = [*(stretch.first_step for stretch in stretches), steps + 1]
         past = tuple(
@@ -99,7 +99,7 @@ class BatchRamp:
             for stretch, after in zip(stretches, begins[1:], strict=True)
         )
         if begins[0] != 1 or any(number < 1 for number, _ in past):
-            return self  # not known from the first step on
+            return self  # the record does not begin at the first step
         continued = replace(self, past=past)
         is_same = all(self.size_at(s.first_sample) == s.batch_size for s in stretches)
         is_same &= self.samples_before(steps + 1) == continued.samples_before(steps + 1)
@@ -107,7 +107,7 @@ class BatchRamp:
 
 
 def build_ramp(words: tuple[int, ...], final: int) -> BatchRamp:
-    """Read the three numbers of the flag; none of them means one size throughout."""
+    """Return the ramp of --rampup-batch-size; without numbers, one size throughout."""
     if not words:
         return BatchRamp(final)
     start, increment, samples = words
@@ -129,11 +129,11 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def read_token_steps(flag: str, text: str, seq_length: int) -> list[tuple[int, int]]:
-    """Read entries TOKENS:VALUE; return sequences and value of each.
+    """Parse entries TOKENS:VALUE; return the sequences and value of each.
 
     Args:
-        flag: whose value it is, for messages.
-        text: entries with blanks between them.
+        flag: the option, for error messages.
+        text: entries separated by blanks.
         seq_length: tokens of a sequence; a value begins with the first step at or after its
             number of tokens.
 
@@ -154,7 +154,7 @@ def read_token_steps(flag: str, text: str, seq_length: int) -> list[tuple[int, i
     if not is_ordered or min(value for _, value in steps) < 1:
         raise ValueError(
             f"{flag} {text}: begin with 0:NUMBER, use numbers of 1 or more, and let the tokens "
-            f"grow by a sequence of {seq_length} at least from entry to entry."
+            f"of each entry be at least one sequence of {seq_length} above those before."
         )
     return steps
 
@@ -174,13 +174,13 @@ def build_step_schedule(text: str, final: int, seq_length: int) -> BatchRamp:
     if max(size for _, size in steps) != final:
         raise ValueError(
             f"--step-batch-size-schedule {text}: its largest size must be --global-batch-size "
-            f"{final}, by which everything else is planned."
+            f"{final}."
         )
     return BatchRamp(steps[-1][1], start=steps[0][1], samples=steps[-1][0], steps=tuple(steps))
 
 
 def piece_length(text: str, seq_length: int, consumed: int) -> int:
-    """Return the length of ``--seq-length-schedule`` after so many sequences.
+    """Return the length of ``--seq-length-schedule`` after ``consumed`` sequences.
 
     Raises:
         ValueError: see ``read_token_steps``; or if the schedule does not end with whole rows.

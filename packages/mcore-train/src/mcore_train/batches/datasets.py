@@ -1,4 +1,4 @@
-"""Builds the datasets that the flags of a plan name, for as many samples as the run takes."""
+"""Builds the datasets of a plan, with as many samples as the run uses."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,22 @@ of tensors (``BatchSource``)."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Datasets:
-    """Map-style datasets of one run; None where there is no such data."""
+    """Map-style datasets of one run; None: no such data."""
 
     train: Dataset = None
     valid: Dataset = None
     test: Dataset = None
     valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
-    """Validation data that are scored one by one, in place of ``valid``."""
+    """Validation sets that are scored separately, instead of ``valid``."""
     sources: Sequence[Mapping[str, Any]] = ()
-    """What the training data are made of; empty for data that the caller made."""
+    """Descriptions of the files of the training data; empty for data of the caller."""
     config: DataConfig | None = None
-    """Data options with pairs in place of texts that were tokenized; None for such data."""
+    """Data options, with the tokenized pairs instead of their texts; None for data of the
+    caller."""
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
-    """Build the datasets that the flags name, as many samples of each as the run takes.
+    """Build the datasets of a plan, with as many samples of each as the run uses.
 
     Raises:
         ValueError: if a dataset is damaged or too small, or there is none to validate on.
@@ -130,10 +131,10 @@ def _build_sentences(
 
 
 def num_samples(plan: Plan) -> tuple[int, int, int]:
-    """Count the samples of train, valid and test that a run's data are built for.
+    """Return the number of train, valid and test samples for which a run's data are built.
 
-    ``--train-samples`` as they are, also those that fill no step: another batch size then
-    leaves the order of the data as it was.
+    ``--train-samples`` includes samples that do not fill a step, so that the order of the data
+    does not depend on the batch size.
     """
     options = plan.config.evaluation
     test = options.eval_iters * plan.global_batch_size if options.interval else 0
@@ -142,7 +143,7 @@ def num_samples(plan: Plan) -> tuple[int, int, int]:
 
 
 def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
-    """Warn of stored data that another tokenizer encoded than the run's."""
+    """Warn if stored data were encoded by another tokenizer than the run's."""
     stored = {
         source.prefix
         for dataset in datasets
@@ -156,14 +157,14 @@ def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer)
     others = sorted(each for each in stored if is_of_other_tokenizer(each, fingerprint))
     if others:
         log.warning(
-            "another tokenizer than this run's has encoded %s, as manifests say: ids may mean "
-            "other texts. Check --tokenizer-type and --tokenizer-model.",
+            "by its manifest, %s was encoded by another tokenizer than this run's, so ids may "
+            "mean other texts. Check --tokenizer-type and --tokenizer-model.",
             ", ".join(others),
         )
 
 
 def _check_lengths(plan: Plan, train: Dataset, valid_sets: Mapping[str, Dataset]) -> None:
-    """Refuse data that would end within the run, as several without weights can."""
+    """Refuse datasets that end before the run does, as several without weights can."""
     if plan.config.data.dataloader_type == "cyclic":
         return
     needed, valid, _ = num_samples(plan)

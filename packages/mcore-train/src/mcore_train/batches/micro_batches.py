@@ -1,8 +1,8 @@
-"""Micro-batches of one rank: those that it trains on next, and those that it is scored on.
+"""Yields the micro-batches of one rank, for training and evaluation.
 
 Map-style datasets are read by the sampler of ``--dataloader-type``. With ``external`` the
-caller gives the batches: as an iterable, or as a function from a position in the data, with
-which a run also continues at the exact sample, and on another number of ranks.
+caller gives the batches: as an iterable, or as a function of a position in the data, by which a
+run also continues at the exact sample, and on another number of ranks.
 """
 
 import logging
@@ -33,7 +33,7 @@ class BatchPlace:
     """Position of a rank's next micro-batches, for a function that returns them."""
 
     consumed_samples: int
-    """Sequences that all ranks together have had; 0 for validation."""
+    """Sequences that all ranks together have read; 0 for validation."""
     micro_batch_size: int
     """Rows of a micro-batch."""
     seq_length: int
@@ -45,21 +45,22 @@ class BatchPlace:
 
 
 BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
-"""What ``Datasets`` hold with ``--dataloader-type external``."""
+"""Type of the members of ``Datasets`` with ``--dataloader-type external``."""
 
 
 def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches, step after step, from the run's progress on.
 
-    The frozen model of the objective runs over them here, by a forward pass of all ranks.
+    If the objective has a frozen model, its results are added by a forward pass of all ranks.
 
     Raises:
-        ValueError: if external batches cannot continue there, or are not of the run's shape.
+        ValueError: if external batches cannot continue at the run's progress, or have other
+            shapes than the run.
         RuntimeError: if the data end before the run does.
     """
     wanted, cores = run.plan.config.data.num_workers, num_cores()
     if wanted > (most := max_workers(cores)):
-        log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
+        log.warning("--num-workers %d: starting %d, the most for %d cores", wanted, most, cores)
     if run.objective.makes_batches():
         yield from run.objective.open_batches(run)
         return
@@ -77,12 +78,12 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
 
 
 def cut_rows(batch: Batch, length: int) -> Batch:
-    """Cut the packed rows of a batch into pieces that do not see each other.
+    """Cut the packed rows of a batch into pieces without attention between them.
 
     Args:
         batch: with position_ids and cu_seqlens; returned as it is if no row is longer than
             ``length``.
-        length: of a piece; the last of a row may be shorter.
+        length: tokens of a piece; the last piece of a row may be shorter.
     """
     positions = batch.get("position_ids")
     if positions is None or positions.shape[1] <= length:
@@ -91,9 +92,9 @@ def cut_rows(batch: Batch, length: int) -> Batch:
     marks = torch.arange(0, num_tokens, length, dtype=batch["cu_seqlens"].dtype)
     rows = [torch.cat([row, marks]).unique() for row in batch["cu_seqlens"]]
     borders = batch["cu_seqlens"].new_full((len(rows), num_tokens + 1), num_tokens)
-    for row, own in zip(borders, rows, strict=True):
-        row[: len(own)] = own
-    # Counted from the later one of a document's start and a piece's.
+    for row, starts in zip(borders, rows, strict=True):
+        row[: len(starts)] = starts
+    # Positions count from the start of the document or of the piece, whichever is later.
     from_piece = torch.arange(num_tokens, dtype=positions.dtype) % length
     cut = {"cu_seqlens": borders, "position_ids": torch.minimum(positions, from_piece)}
     return {**batch, **cut, "max_seqlen": borders.diff(dim=1).amax(1)}
@@ -101,18 +102,17 @@ def cut_rows(batch: Batch, length: int) -> Batch:
 
 def place_for(run: Run, batch: Batch) -> MicroBatch:
     """Move the entries of a batch that this rank reads to its device; no communication."""
-    own = run.plan.config.data.reset_position_ids
     return place(
         run.chunks[0].prepare(batch),
         run.ctx,
-        has_own_positions=own,
+        has_own_positions=run.plan.config.data.reset_position_ids,
         entries=run.entries,
         read=run.read_entries,
     )
 
 
 def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
-    """Return the micro-batches that a dataset is scored on, from its start, and how many."""
+    """Return the micro-batches of a validation, from the dataset's start, and their number."""
     if run.plan.config.data.full_validation:
         return _all_batches(run, dataset)
     batches = _open(run, dataset, 0, is_trained=False)
@@ -125,9 +125,9 @@ def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
 
 
 def final_batches(run: Run) -> tuple[Iterable[Batch], int]:
-    """Return the micro-batches that a run is scored on at its end, and how many.
+    """Return the micro-batches of the test data at the end of a run, and their number.
 
-    As many as in a validation; where the test data are fewer, all of them.
+    The number is that of a validation, or all test data if they are fewer.
     """
     plan, dataset = run.plan, run.datasets.test
     eval_iters = plan.config.evaluation.eval_iters
@@ -175,8 +175,8 @@ def _share(run: Run, micro_batch_size: int) -> dict[str, Any]:
     is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking
     is_packed = is_packed or data.sft or data.preferences
     entries = run.entries
-    # Of entries that this rank does not read, one of each length is still loaded, because its
-    # shape gives the length of the rows.
+    # Load one entry of each length even if this rank reads none of them: its shape gives the
+    # length of the rows.
     firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
     read = {*firsts.values()} | run.read_entries
     if data.reset_position_ids or is_packed or not run.datasets.sources:
@@ -237,9 +237,9 @@ def _check(batch: Batch, run: Run) -> None:
         expected = (options.micro_batch_size, *row)
         shape = tuple(batch[name].shape) if name in batch else None
         if shape is None or shape[: len(expected)] != expected:
-            found = f"of shape {shape}" if shape else "missing"
+            fault = f"of shape {shape}" if shape else "missing"
             flags = ["--micro-batch-size", *([flag(length)] if length else [])]
             raise ValueError(
-                f"--dataloader-type external: {name} is {found}, and every micro-batch needs "
+                f"--dataloader-type external: {name} is {fault}, and every micro-batch needs "
                 f"it as {expected} ({', '.join(flags)})."
             )

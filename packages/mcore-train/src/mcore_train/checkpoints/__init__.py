@@ -1,1 +1,1 @@
-"""Saving and resuming a run."""
+"""Saves and resumes runs."""

@@ -26,7 +26,7 @@ from mcore_train.composition import TrainConfig, flat, parts
 from mcore_train.resolution import Plan
 
 _FREE = ("lora_dropout", "peft_base_bits")
-"""Options of adapters that a continued run may change."""
+"""Options of adapters that a resumed run may change."""
 
 FREE = frozenset(
     (
@@ -43,18 +43,18 @@ FREE = frozenset(
         *("moe_split_batch_overlap", "moe_wgrad_micro_batches"),
     )
 )
-"""Fields that a continued run may change: they change no stored tensor's meaning."""
+"""Fields that a resumed run may change, as the stored tensors keep their meaning."""
 
 
 def model_shards(run: Run) -> dict[str, Shard]:
-    """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
+    """Return shards of this rank's weights, named ``model.<logical>``; waits for gathers."""
     described = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
     return {f"model.{name}": shard for name, shard in described.items()}
 
 
 def saved_weights(run: Run) -> dict[str, Shard]:
-    """Describe the weights that a checkpoint of the run holds: without those of its base."""
+    """Return shards of the weights to save, without those of an adapter's base."""
     shards, peft = model_shards(run), run.plan.config.peft
     return (
         {n: s for n, s in shards.items() if peft.is_trained(n)}
@@ -64,25 +64,25 @@ def saved_weights(run: Run) -> dict[str, Shard]:
 
 
 def load_base(run: Run, folder: Path | None) -> Origin:
-    """Load the weights that a run begins from and does not save, if there are any.
+    """Load the weights of a run's base model or initial checkpoint, if it has one.
 
     All ranks call it together.
 
     Returns:
-        Their folder, ``origin.adapter_base`` too where adapters are trained on them; empty if
-        there are none.
+        The folder of the weights, also as ``adapter_base`` if adapters are trained on them;
+        empty if there are none.
 
     Raises:
-        ValueError: if they are of another model, or an adapter; if there are none, and
-            ``--peft-base-bits`` would lose what the run has to save.
+        ValueError: if the folder holds another model, or an adapter; or if there is no folder,
+            and ``--peft-base-bits`` would round weights that the run has to save.
     """
     config = run.plan.config
     base = base_folder(config, folder)
     if base is None:
         if bits := config.peft.peft_base_bits:
             raise ValueError(
-                f"--peft-base-bits {bits} keeps no weights that could be saved: give the base "
-                "by --pretrained-checkpoint, or by --load of its folder."
+                f"--peft-base-bits {bits} needs a base model in a folder, as rounded weights "
+                "are not saved: give the folder by --pretrained-checkpoint or --load."
             )
         return Origin()
     extra = checkpoint_extra(base)
@@ -105,12 +105,12 @@ def load_base(run: Run, folder: Path | None) -> Origin:
 
 
 def load_weights(run: Run, folder: Path, shards: Mapping[str, Shard]) -> None:
-    """Fill weights from a checkpoint, cast from the dtype in which they were saved."""
+    """Load weights from a checkpoint, cast from the dtype in which they were saved."""
     load(folder, shards, ignore=("optimizer.", "rng.", "fp8."), cast=True, **load_options(run))
 
 
 def load_options(run: Run) -> dict[str, Any]:
-    """Return the arguments that all loads of a run share."""
+    """Return the common arguments of all loads of a run."""
     config = run.plan.config
     return {
         "world": run.ctx.world,
@@ -120,14 +120,14 @@ def load_options(run: Run) -> dict[str, Any]:
 
 
 def quantize_weights(run: Run) -> None:
-    """Round the base's weights to --peft-base-bits, once they are loaded; no communication."""
+    """Round the loaded weights of the base to --peft-base-bits; no communication."""
     if bits := run.plan.config.peft.peft_base_bits:
         for chunk in run.chunks:
             quantize_base(chunk, bits)
 
 
 def describe_adapter(run: Run) -> dict[str, Any]:
-    """Describe the adapters and their base for a checkpoint; empty without."""
+    """Describe adapters and their base for a checkpoint; empty without adapters."""
     config = run.plan.config.peft
     if config.peft == "none":
         return {}
@@ -135,8 +135,8 @@ def describe_adapter(run: Run) -> dict[str, Any]:
 
 
 def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Raise if a checkpoint holds other adapters than the run has."""
-    saved, here = extra.get(ADAPTER), config_to_dict(plan.config.peft)
+    """Raise ``ValueError`` if a checkpoint's adapters differ from the run's."""
+    saved, current = extra.get(ADAPTER), config_to_dict(plan.config.peft)
     if saved is None or plan.config.peft.peft == "none":
         if saved is not None:
             raise ValueError(
@@ -147,87 +147,91 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
     # Checkpoints before --modules-to-save lack it.
     saved = {**config_to_dict(PeftConfig()), **saved}
     different = [
-        f"{flag(name)} {saved[name]} there, {value} here"
-        for name, value in here.items()
+        f"{flag(name)} {saved[name]} in the checkpoint, {value} here"
+        for name, value in current.items()
         if name not in _FREE and saved[name] != value
     ]
     if different:
         raise ValueError(
             f"{folder} holds another adapter ({'; '.join(different)}): leave these flags out, "
-            "as --load brings them with it."
+            "as --load reads them from the checkpoint."
         )
 
 
 def base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
-    """Find the folder of the weights that the run does not save; None: it saves all."""
-    named = config.loading.pretrained_checkpoint
+    """Return the folder of the weights that are not saved; None: all weights are saved."""
+    base_path = config.loading.pretrained_checkpoint
     has_adapters = config.peft.peft != "none"
     if folder is not None:
         if not has_adapters:
             return None
         saved = checkpoint_extra(folder).get(ADAPTER)
         if saved is None:
-            return find_checkpoint(named) if named else folder
-        named = named or saved["base"]
-    if not named:
+            return find_checkpoint(base_path) if base_path else folder
+        base_path = base_path or saved["base"]
+    if not base_path:
         return None
-    found = find_checkpoint(named)
-    if found is None:
+    base = find_checkpoint(base_path)
+    if base is None:
         raise ValueError(
-            f"--pretrained-checkpoint {as_path(named)} holds no checkpoint: give the folder of "
-            "the model that the run begins from."
+            f"--pretrained-checkpoint {as_path(base_path)} holds no checkpoint: give the "
+            "folder of the model that the run begins from."
         )
-    return found
+    return base
 
 
 def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
-    """Raise with every option in which a checkpoint's model differs from the run's."""
-    here = model_description(plan)
-    if (family := saved.get("family", "gpt")) != here["family"]:
+    """Raise ``ValueError`` with every option in which a checkpoint's model differs."""
+    current = model_description(plan)
+    if (family := saved.get("family", "gpt")) != current["family"]:
         raise ValueError(
             f"{folder} holds a model of the family {family}, and this command trains "
-            f"{here['family']}: use mcore-train {family}."
+            f"{current['family']}: use mcore-train {family}."
         )
-    if (experts := here["moe"]["num_experts"]) and not saved["moe"].get("num_experts", 0):
+    if (experts := current["moe"]["num_experts"]) and not saved["moe"].get("num_experts", 0):
         raise ValueError(
             f"{folder} holds a dense model: make it one with experts (mcore-ckpt upcycle "
             f"{folder} --output DIR --num-experts {experts}), and load that, or leave "
             "--num-experts out."
         )
-    # Fields of a part that is off change nothing, whatever was saved of them.
+    # Fields of a part that is off are ignored.
     idle = idle_options(flat(plan.config), map(type, parts(plan.config)))
     different = []
     has_same_depth = saved["config"].get("num_layers") == plan.config.model.num_layers
     for part, owner in (("config", plan.config.model), ("moe", plan.config.experts)):
-        # A description leaves defaults out, and JSON has lists in the place of tuples.
+        # A description leaves defaults out, and JSON has lists instead of tuples.
         defaults = {f.name: f.default for f in fields(owner)}
-        for name, value in here[part].items():
+        for name, value in current[part].items():
             default = defaults[name]
-            there = saved[part].get(name, list(default) if type(default) is tuple else default)
-            if name in FREE | idle or there == value:
+            saved_value = saved[part].get(
+                name, list(default) if type(default) is tuple else default
+            )
+            if name in FREE | idle or saved_value == value:
                 continue
-            if not (has_same_depth and _is_same_layers(name, there, value, plan)):
-                different.append(f"{name}: {there} there, {value} here")
-    if saved["vocab_size"] != here["vocab_size"]:
-        different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
+            if not (has_same_depth and _is_same_layers(name, saved_value, value, plan)):
+                different.append(f"{name}: {saved_value} in the checkpoint, {value} here")
+    if saved["vocab_size"] != current["vocab_size"]:
+        different.append(
+            f"vocab_size: {saved['vocab_size']} in the checkpoint, {current['vocab_size']} here"
+        )
     if different:
         raise ValueError(
             f"{folder} holds another model ({'; '.join(different)}): leave these flags out, as "
-            "--load brings the model's shape with it, or load another checkpoint."
+            "--load reads the model's shape from the checkpoint, or load another checkpoint."
         )
 
 
-def _is_same_layers(name: str, there: str, here: str, plan: Plan) -> bool:
-    """Whether two spellings of a field name the same layers; stage marks are layout."""
+def _is_same_layers(name: str, saved: str, current: str, plan: Plan) -> bool:
+    """Whether two values of a field describe the same layers; stage marks are layout."""
     num_layers = plan.config.model.num_layers
     if name == "hybrid_override_pattern":
-        return without_stage_marks(there) == without_stage_marks(here)
+        return without_stage_marks(saved) == without_stage_marks(current)
     if name == "moe_layer_freq":
         return (
             len(
                 {
                     moe_layers(replace(plan.config.experts, moe_layer_freq=text), num_layers)
-                    for text in (there, here)
+                    for text in (saved, current)
                 }
             )
             == 1
@@ -235,13 +239,14 @@ def _is_same_layers(name: str, there: str, here: str, plan: Plan) -> bool:
     if name in ("window_attn_skip_freq", "rope_skip_freq"):
         ones = name == "rope_skip_freq"
         return (
-            len({layers_skip(text, num_layers, name, ones=ones) for text in (there, here)}) == 1
+            len({layers_skip(text, num_layers, name, ones=ones) for text in (saved, current)})
+            == 1
         )
     return False
 
 
 def model_description(plan: Plan) -> dict[str, Any]:
-    """Describe a plan's model as plain data, enough to build it again under any layout."""
+    """Describe a plan's model as plain data, from which any layout can build the model."""
     pattern = plan.config.model.hybrid_override_pattern
     marks = {"hybrid_override_pattern": without_stage_marks(pattern)}
     return {

@@ -1,9 +1,9 @@
-"""Saves of a run into its folder, which is locked against other jobs while the run trains.
+"""Saves a run into its folder, which is locked against other jobs while the run trains.
 
-``Checkpoints`` hides from the loop whether a save is written at once or in the background.
-A save in the background is logged when it is requested and when it is durable; if one fails,
-the error is logged and training goes on. Only the last step must reach the disk: if its
-background save fails, it is written in the foreground, and an error there ends the run.
+The loop calls ``Checkpoints`` alike for saves in the foreground and in the background. A
+background save is logged when it is requested and when it is durable; if one fails, the error
+is logged and training continues. Only the last step must reach the disk: if its background save
+fails, the step is saved in the foreground, and an error then ends the run.
 """
 
 import logging
@@ -36,24 +36,25 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves of one run; a context manager that locks the run folder. All ranks call it alike.
+    """Saves of one run, as a context that locks the run folder; all ranks call it together.
 
-    Steps between those that last go to local disks. Does nothing for a run without ``--save``.
+    Local saves between the checkpoints of the run folder go to the hosts' disks. Without
+    ``--save`` nothing is saved.
 
     Attributes:
-        longest_save_s: time from the request of a save to its durable step, the most so far.
+        longest_save_s: longest time so far from the request of a save to its durable step.
     """
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
-        """Lock nothing yet.
+        """Prepare the savers; ``__enter__`` locks the folder.
 
         Args:
-            run: what is saved.
+            run: the run to save.
             reporter: gets a record of each request, and of each step that became durable.
 
         Raises:
-            ValueError: if no family can describe the model of a ``--save-hf`` run, or
-                local checkpoints cannot be made here.
+            ValueError: if no Hugging Face family can describe the model of a ``--save-hf`` run,
+                or local checkpoints cannot be written.
         """
         options = run.plan.config.saving
         self.is_async = options.async_save
@@ -85,7 +86,7 @@ class Checkpoints:
 
         Raises:
             RuntimeError: on all ranks, if another job writes to it.
-            ValueError: if the local disks hold a step that the run has not come to.
+            ValueError: if the local disks hold a later step than the run's.
         """
         newest = None if self._local is None else self._local.latest()
         step = self._run.progress.iteration
@@ -108,9 +109,9 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the run folder back; a write that is still under way is given up.
+        """Unlock the run folder and abandon a write that is under way.
 
-        But not one of a step before the gradients that ended the run.
+        After ``NonFiniteError``, a write of a step before the faulty gradients is completed.
         """
         if isinstance(error, NonFiniteError) and self._requested_step < error.iteration:
             self._note(self._saver.wait())
@@ -122,37 +123,37 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that saves in the background hold on this rank."""
+        """Bytes of host memory that background saves use on this rank."""
         return self._saver.host_bytes
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save in the background is under way; equal on all ranks."""
+        """Whether a background save is under way; equal on all ranks."""
         return self._saver.is_under_way
 
     def save(self) -> None:
-        """Save this step, or begin to; the run may change after ``hold``."""
+        """Save this step or start a background save; the run may change after ``hold``."""
         if not self.is_async:
             self._save_now()
             return
         started_s = time.perf_counter()
         is_first = self._saver.host_bytes == 0
-        what = self._snapshot()
+        snapshot = self._snapshot()
         before = self._saver.last_durable
-        is_begun = self._saver.save(
+        is_started = self._saver.save(
             self._folder,
             self._run.progress.iteration,
-            what.shards,
-            extra=what.extra,
-            files=what.files,
-            folders=what.folders,
+            snapshot.shards,
+            extra=snapshot.extra,
+            files=snapshot.files,
+            folders=snapshot.folders,
             hf=self._hf,
             replace=True,
             overlap=True,
         )
-        if self._saver.last_durable != before:  # the one before, for which this one waited
+        if self._saver.last_durable != before:  # this save waited for the one before
             self._note(self._saver.last_durable)
-        if not is_begun:
+        if not is_started:
             return
         self._requested_step = self._run.progress.iteration
         self._requested_s = time.perf_counter()
@@ -163,28 +164,30 @@ class Checkpoints:
             log.info("saves in the background hold %.2f GiB of host memory on this rank", gib)
 
     def save_locally(self) -> None:
-        """Save this step to the hosts' own disks; a failure is logged, and training goes on."""
+        """Save this step to the hosts' disks; a failure is logged, and training continues."""
         if self._local is None:
             return
-        what = self._snapshot()
-        files = {name: content.decode() for name, content in what.files.items()}
+        snapshot = self._snapshot()
+        files = {name: content.decode() for name, content in snapshot.files.items()}
         try:
             self._local.save(
-                self._run.progress.iteration, what.shards, {**what.extra, "files": files}
+                self._run.progress.iteration,
+                snapshot.shards,
+                {**snapshot.extra, "files": files},
             )
         except RuntimeError as error:
-            log.error("%s; training goes on", error)
+            log.error("%s; training continues", error)
 
     def hold(self) -> None:
-        """Let the coming update wait for copies that are still made; see ``AsyncSaver``."""
+        """Make the coming update wait for unfinished copies of tensors; see ``AsyncSaver``."""
         self._saver.hold()
 
     def poll(self) -> None:
-        """Move a save in the background on; once a step."""
+        """Advance a background save; called once per step."""
         self._note(self._saver.poll())
 
     def wait(self) -> None:
-        """Wait until a save in the background is durable or has failed."""
+        """Wait until a background save is durable or has failed."""
         self._note(self._saver.wait())
 
     def finish(self) -> None:
@@ -215,15 +218,15 @@ class Checkpoints:
 
     def _save_now(self) -> None:
         started_s = time.perf_counter()
-        what = self._snapshot()
+        snapshot = self._snapshot()
         save(
             self._folder,
             self._run.progress.iteration,
-            what.shards,
+            snapshot.shards,
             world=self._run.ctx.world,
-            extra=what.extra,
-            files=what.files,
-            folders=what.folders,
+            extra=snapshot.extra,
+            files=snapshot.files,
+            folders=snapshot.folders,
             hf=self._hf,
             replace=True,
             retention=self._run.plan.config.retention,
@@ -244,7 +247,8 @@ def clear_run_folder(save: str, ctx: ParallelContext) -> None:
     """Delete the steps and the numbers of an earlier run; all ranks call it together.
 
     Raises:
-        RuntimeError: on all ranks, if another job writes there, or a step is not ours.
+        RuntimeError: on all ranks, if another job writes to the folder, or a step folder is of
+            another program.
     """
     with raise_on_all_ranks(ctx.world):
         if ctx.global_rank != 0 or latest_step(save) is None:

@@ -1,7 +1,7 @@
-"""What a run starts from: the checkpoint that ``--load`` means, and the model it holds.
+"""Finds the checkpoint that ``--load`` refers to, and reads its model's options.
 
-Read from the index alone, without torch, so that a command line is known before anything
-is loaded.
+Only the index is read, without torch, so that a command line is complete before tensors are
+loaded.
 """
 
 import dataclasses
@@ -37,17 +37,17 @@ if TYPE_CHECKING:  # they load NumPy, which help does without
 log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-"""Files by which a Hugging Face folder shows that it has a tokenizer."""
+"""Files of which a Hugging Face folder with a tokenizer has at least one."""
 
 
 def find_checkpoint(load: str, step: int = 0) -> Path | None:
-    """Return the step folder that ``--load`` and ``--ckpt-step`` mean.
+    """Return the step folder of ``--load`` and ``--ckpt-step``.
 
     Returns:
-        None where nothing was ever saved: a run that may start from nothing.
+        None if the folder holds no checkpoint, so that a run may start without one.
 
     Raises:
-        ValueError: if a checkpoint is named that is not there or was not finished, or a file.
+        ValueError: if the named checkpoint does not exist or is not complete, or is a file.
     """
     folder = as_path(load)
     if folder.is_file():
@@ -59,10 +59,10 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
 
 
 def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
-    """Return the numbers of a checkpoint: its model, and the progress of its run.
+    """Return the description of a checkpoint: its model, and the progress of its run.
 
     Args:
-        folder: from ``find_checkpoint``; of a Hugging Face folder, the model alone is known.
+        folder: from ``find_checkpoint``; a Hugging Face folder describes only the model.
     """
     if is_hf_folder(folder):
         from mcore_ckpt.save_load.loading import describe_checkpoint  # imports torch
@@ -72,11 +72,11 @@ def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
 
 
 def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Read the files that checkpoints of a run copy from its origin; no communication.
+    """Return the files that checkpoints of a run copy from its origin; no communication.
 
     Args:
         config: of the run.
-        tokenizer: the run's; None where it has none.
+        tokenizer: the run's; None: none.
 
     Returns:
         ``generation_config.json``, which holds the ids of tokens that end a text; empty if the
@@ -94,8 +94,8 @@ def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str,
     origin = inner if inner.is_dir() else folder
     if tokenizer is not None and not _is_same(config, tokenizer, origin):
         log.warning(
-            "%s is left out of this run's checkpoints: its end tokens are numbers of another "
-            "tokenizer than the run's, or of one that %s does not hold.",
+            "%s is left out of this run's checkpoints: its end tokens are ids of another "
+            "tokenizer than the run's, or of a tokenizer that is not in %s.",
             *(folder / GENERATION, origin),
         )
         return {}
@@ -106,8 +106,12 @@ def _is_same(config: TrainConfig, tokenizer: Tokenizer, origin: Path) -> bool:
     """Whether a run's tokenizer is the one in a folder, which may be in an object store."""
     from mcore_ckpt.formats.hf_folder import small_files  # imports torch
 
-    named = config.tokenizer.tokenizer_model
-    if named and not is_store(origin) and Path(named).resolve() == origin.resolve():
+    tokenizer_path = config.tokenizer.tokenizer_model
+    if (
+        tokenizer_path
+        and not is_store(origin)
+        and Path(tokenizer_path).resolve() == origin.resolve()
+    ):
         return True
     with tempfile.TemporaryDirectory() as copy:
         if is_store(origin):
@@ -122,7 +126,7 @@ def _is_same(config: TrainConfig, tokenizer: Tokenizer, origin: Path) -> bool:
 
 
 def starting_point(config: TrainConfig) -> LoadConfig:
-    """Return the options of loading; ``--auto-resume`` loads from ``--save`` if it can."""
+    """Return the loading options; with ``--auto-resume``, of ``--save`` if it has a step."""
     loading, save = config.loading, config.saving.save
     if not loading.auto_resume or not save or find_checkpoint(save) is None:
         return loading
@@ -144,14 +148,14 @@ def loads_from_save(config: TrainConfig) -> bool:
     load = starting_point(config).load
     if not load:
         return False
-    there, here = as_path(load), as_path(config.saving.save)
-    if not is_store(here) and not is_store(there):
-        there, here = there.resolve(), here.resolve()
-    return here in (there, there.parent)
+    source, target = as_path(load), as_path(config.saving.save)
+    if not is_store(target) and not is_store(source):
+        source, target = source.resolve(), target.resolve()
+    return target in (source, source.parent)
 
 
 def continues_saved_run(config: TrainConfig) -> bool:
-    """Whether a run starts from the one in ``--save``, and counts its steps on."""
+    """Whether a run continues the one in ``--save`` and its count of steps."""
     counts_anew = starting_point(config).finetune and latest_step(config.saving.save) != RELEASE
     return loads_from_save(config) and not counts_anew
 
@@ -159,19 +163,19 @@ def continues_saved_run(config: TrainConfig) -> bool:
 def checkpoint_fields(
     load: str, step: int = 0, config_type: type[TrainConfig] = TrainConfig
 ) -> dict[str, Value]:
-    """Read the model's own options out of a checkpoint's index, as a flat table.
+    """Return the model's options from a checkpoint's index, as a flat table.
 
     Args:
         load: run folder, step folder or Hugging Face folder.
         step: step in a run folder; 0: the latest.
-        config_type: whose model and experts the fields are.
+        config_type: defines the fields of model and experts.
 
     Returns:
         The fields that differ from their defaults or have none, and the tokenizer's folder;
-        empty where the folder holds no checkpoint or it describes no model.
+        empty without a checkpoint or without a model in its description.
 
     Raises:
-        ValueError: if a checkpoint is named that is not there.
+        ValueError: if the named checkpoint does not exist.
     """
     folder = find_checkpoint(load, step)
     if folder is None:
@@ -187,7 +191,7 @@ def checkpoint_fields(
         table |= adapter | ({"pretrained_checkpoint": base} if base else {})
     if is_hf_folder(folder) and any((folder / name).is_file() for name in TOKENIZERS):
         table["tokenizer_model"] = str(folder)
-    # A tokenizer in an object store is no folder that a tokenizer library opens.
+    # Tokenizer libraries cannot open a folder in an object store.
     if (folder / "tokenizer").is_dir() and not is_store(folder):
         table["tokenizer_model"] = str(folder / "tokenizer")
     return table
@@ -199,12 +203,12 @@ def _has_balancing_loss(folder: Path) -> bool:
 
 
 def describe_balancing_loss(config: TrainConfig, given: Collection[str], source: str) -> str:
-    """Describe which balancing loss a loaded mixture trains with, and where it comes from.
+    """Return the log line about a loaded mixture's balancing loss and its origin.
 
     Args:
         config: of the run.
         given: options of its command line and recipes, by name.
-        source: folder that brings the model.
+        source: folder of the model.
     """
     experts, option = config.experts, "--moe-aux-loss-coeff"
     kind, weight = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
@@ -227,7 +231,7 @@ def describe_balancing_loss(config: TrainConfig, given: Collection[str], source:
 def model_fields(
     description: dict[str, Any], config_type: type[TrainConfig] = TrainConfig
 ) -> dict[str, Value]:
-    """Turn a checkpoint's model description into the flat fields that build it again."""
+    """Return the flat fields that build the model of a checkpoint's description."""
     table: dict[str, Value] = {}
     if not description:
         return table
@@ -245,7 +249,7 @@ def model_fields(
 
 
 def continue_plan(plan: "Plan") -> "Plan":
-    """Count a plan's lengths by the batch sizes of the run that it continues, if any.
+    """Return the plan with lengths counted by the batch sizes of the run to continue.
 
     Reads the checkpoint's index.
     """
@@ -257,18 +261,19 @@ def continue_plan(plan: "Plan") -> "Plan":
         return plan
     extra, file = checkpoint_extra(folder), folder / PLAN_FILE
     is_base = plan.config.peft.peft != "none" and ADAPTER not in extra
-    if is_base or "iteration" not in extra:  # its steps are not counted on
+    if is_base or "iteration" not in extra:  # counts steps from zero
         return plan
     text = file.read_text("utf-8") if file.is_file() else ""
     return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
 
 
 def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[Stretch]":
-    """Return the batch sizes that the run of a checkpoint has had.
+    """Return the batch sizes of a checkpoint's run, from its first step on.
 
     Args:
-        extra: the checkpoint's numbers.
-        data_plan_text: its data plan, which has them too; empty where it has none.
+        extra: the checkpoint's description.
+        data_plan_text: the checkpoint's data plan, which older checkpoints have instead; empty:
+            none.
     """
     from mcore_data.tracing.data_plan import Stretch, parse_plan
 

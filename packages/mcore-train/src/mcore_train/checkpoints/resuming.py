@@ -1,9 +1,9 @@
-"""Saving a run and continuing it: bitwise under the same layout, closely under another.
+"""Saves a run and resumes it: bitwise under the same layout, up to rounding under another.
 
-A checkpoint holds logical tensors (``model.*``, ``optimizer.*``), which any layout loads,
-and each rank's random streams (``rng.*``), which only the same layout can. Everything else
-is a few numbers in the index, among them how many sequences were consumed: the place in
-the data is that number alone.
+A checkpoint holds logical tensors (``model.*``, ``optimizer.*``), which any layout loads, and
+each rank's random streams (``rng.*``), which only the same layout can load. Everything else is
+a few numbers in the index. One of them, the number of consumed sequences, determines the
+position in the data.
 """
 
 import json
@@ -97,12 +97,12 @@ class Snapshot:
 def take_snapshot(
     run: Run, tokenizer_folder: Path | None = None, state: Mapping[str, Shard] | None = None
 ) -> Snapshot:
-    """Describe the contents of a checkpoint of this step.
+    """Return the contents of a checkpoint of this step, without copies of tensors.
 
     Weights that are gathered in fp8 are first gathered in full, over the data ranks.
 
     Args:
-        run: weights are read once gathers on their way are done.
+        run: its weights are read after unfinished gathers.
         tokenizer_folder: holds the run's tokenizer; None on ranks other than 0.
         state: the result of ``state_shards``, which is slow; None: computed here.
     """
@@ -116,7 +116,7 @@ def take_snapshot(
 
 
 def state_shards(run: Run) -> dict[str, Shard]:
-    """Describe weights and, if it is saved, optimizer state: views of the run's memory."""
+    """Return shards of weights and, if saved, optimizer state: views of the run's memory."""
     optimizer = optimizer_shards(run) if run.plan.config.saving.save_optim else {}
     return saved_weights(run) | optimizer | fp8_shards(run)
 
@@ -129,15 +129,15 @@ def save_run(run: Run) -> Path:
     """
     config = run.plan.config
     with _tokenizer_folder(run) as folder:
-        what = take_snapshot(run, folder)
+        snapshot = take_snapshot(run, folder)
         return save(
             config.saving.save,
             run.progress.iteration,
-            what.shards,
+            snapshot.shards,
             world=run.ctx.world,
-            extra=what.extra,
-            files=what.files,
-            folders=what.folders,
+            extra=snapshot.extra,
+            files=snapshot.files,
+            folders=snapshot.folders,
             replace=True,
             retention=config.retention,
         )
@@ -149,10 +149,10 @@ def build_run(
     tables: Tables | None = None,
     start: StartClock | None = None,
 ) -> Run:
-    """Assemble a run on this rank and load what it continues from or starts with.
+    """Assemble a run on this rank and load its checkpoint or initial weights.
 
-    All ranks call it with equal plans. Initial weights are drawn only if some of them stay:
-    drawing takes seconds for each billion weights of a rank.
+    All ranks call it with equal plans. Initial weights are drawn only if some of them are not
+    loaded: drawing takes seconds for each billion weights of a rank.
 
     Args:
         plan: see ``assemble``.
@@ -167,18 +167,18 @@ def build_run(
     start = start or StartClock(since_process_began=False)
     draws_weights = not _loads_all_weights(plan.config, ctx)
     run = assemble(plan, ctx, tables=tables, draws_weights=draws_weights)
-    drawn = "initial weights drawn" if draws_weights else "no weights drawn: all are loaded"
+    summary = "initial weights drawn" if draws_weights else "no weights drawn: all are loaded"
     if not draws_weights and plan.config.peft.peft != "none":
-        drawn = "no weights drawn but adapters: the others are loaded"
+        summary = "only adapters drawn: other weights are loaded"
     start.end("assembly")
-    log.info("assembled in %.1f s, %s", start.parts_s["assembly"], drawn)
+    log.info("assembled in %.1f s, %s", start.parts_s["assembly"], summary)
     run = load_run(run)
     start.end("loading")
     return run
 
 
 def _loads_all_weights(config: TrainConfig, ctx: ParallelContext) -> bool:
-    """Whether ``load_run`` sets every weight of the run but adapters, or raises."""
+    """Whether ``load_run`` sets every weight of the run except adapters, or raises."""
     if config.strictness.may_leave_tensors:
         return False
     options = starting_point(config)
@@ -191,7 +191,7 @@ def _loads_all_weights(config: TrainConfig, ctx: ParallelContext) -> bool:
 
 
 def load_run(run: Run) -> Run:
-    """Continue from ``--load``, or with ``--auto-resume`` from ``--save``, if there is a step.
+    """Resume from ``--load``, or from ``--save`` with ``--auto-resume``, if a step exists.
 
     All ranks call it together.
 
@@ -199,8 +199,8 @@ def load_run(run: Run) -> Run:
         run: as assembled; weights, optimizer, random streams and progress are set in place.
 
     Returns:
-        The run by the checkpoint's batch sizes and schedule, with its origin; the tensors and
-        the progress are those of ``run``. ``origin.checkpoint`` is empty if there was none.
+        The run with the checkpoint's batch sizes, schedule and origin; tensors and progress are
+        those of ``run``. ``origin.checkpoint`` is empty if nothing was loaded.
 
     Raises:
         ValueError: if the checkpoint is of another model, if its schedule is not the flags',
@@ -224,9 +224,12 @@ def _load(run: Run) -> Run:
         return continued
     if folder is None:
         if options.exit_on_missing_checkpoint:
-            raise ValueError(f"--load {options.load} holds no checkpoint.")
+            raise ValueError(
+                f"--load {options.load} holds no checkpoint: correct the path, or leave out "
+                "--exit-on-missing-checkpoint."
+            )
         if options.load and not origin.checkpoint:
-            log.warning("no checkpoint in %s: starting from nothing", options.load)
+            log.warning("no checkpoint in %s: starting from initial weights", options.load)
         return run
     extra = checkpoint_extra(folder)
     check_model(extra["model"], run.plan, folder)
@@ -248,15 +251,15 @@ def _load(run: Run) -> Run:
 
 
 def _load_local(run: Run, folder: Path | None) -> Run | None:
-    """Continue from the hosts' disks, if their step is at least as new as that of ``--load``.
+    """Resume from the hosts' disks, if their step is not older than that of ``--load``.
 
-    With ``--auto-resume`` also before ``--save`` has a step: a local step is this run's own.
+    With ``--auto-resume`` also if ``--save`` has no step yet: local steps are this run's own.
 
     Returns:
-        The run as ``load_run`` returns it; None if it does not continue from there.
+        The run as ``load_run`` returns it; None if nothing was loaded from the hosts' disks.
 
     Raises:
-        ValueError: if it is of another layout, model or schedule.
+        ValueError: if the step is of another layout, model or schedule.
     """
     local = run.plan.config.local_saving
     if (saver := _open_local(run.plan.config, run.ctx, folder)) is None:
@@ -265,9 +268,9 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     rng = rng_shards(run)
     extra = saver.load(shards | rng)
     take_fp8_histories(run)
-    where = Path(local.non_persistent_local_ckpt_dir)
-    check_adapter(extra, run.plan, where)
-    check_model(extra["model"], run.plan, where)
+    local_folder = Path(local.non_persistent_local_ckpt_dir)
+    check_adapter(extra, run.plan, local_folder)
+    check_model(extra["model"], run.plan, local_folder)
     data_plan_text = extra["files"].get(PLAN_FILE, "")
     plan = _plan_from(extra, run.plan, data_plan_text)
     take_streams(run, rng)
@@ -277,14 +280,14 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
     run.optimizer.refresh(from_parameters=not with_optimizer)
     if not with_optimizer:
         run.optimizer.restart_average()
-    run = replace(run, origin=replace(run.origin, checkpoint=str(where)))
+    run = replace(run, origin=replace(run.origin, checkpoint=str(local_folder)))
     return _continue_after(run, plan, extra, data_plan_text)
 
 
 def _open_local(
     config: TrainConfig, ctx: ParallelContext, folder: Path | None
 ) -> LocalSaver | None:
-    """Open the hosts' disks, if the run continues from there; all ranks call it together.
+    """Open the local saver, if the run resumes from its step; all ranks call it together.
 
     Args:
         config: of the run.
@@ -299,14 +302,14 @@ def _open_local(
     saver = LocalSaver(local, ctx.world)
     step = saver.latest()
     has_steps = folder is not None and not options.finetune
-    lasting = read_index(folder).extra.get("iteration", -1) if has_steps else -1
-    if step is None or step < lasting or (options.ckpt_step and not resumes):
+    durable_step = read_index(folder).extra.get("iteration", -1) if has_steps else -1
+    if step is None or step < durable_step or (options.ckpt_step and not resumes):
         return None
     return saver
 
 
 def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Plan:
-    """Return the plan with a checkpoint's batch sizes, and its schedule or the flags'."""
+    """Return the plan with a checkpoint's batch sizes, and with its schedule or the flags'."""
     plan = plan.continue_after(batch_sizes(extra, data_plan_text), extra["iteration"])
     saved, samples = extra["schedule"], extra["schedule_samples"]
     schedule = reconcile(saved, plan.schedule, plan.config.schedule, samples)
@@ -314,13 +317,13 @@ def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Pla
 
 
 def _continue_after(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_text: str) -> Run:
-    """Set a run's progress and loss scale to a checkpoint's; return the run by ``plan``.
+    """Set progress and loss scale to a checkpoint's, in place; return the run with ``plan``.
 
     Args:
-        run: whose tensors are loaded.
+        run: its tensors are loaded already.
         plan: the run's, with the checkpoint's batch sizes and schedule.
-        extra: the checkpoint's numbers.
-        data_plan_text: its data plan; empty where it has none.
+        extra: the checkpoint's description.
+        data_plan_text: the checkpoint's data plan; empty: none.
     """
     ramp_of_data, run = run.plan.ramp, replace(run, plan=plan)
     progress = run.progress
@@ -349,7 +352,7 @@ def _warn_of_changed_rate(run: Run, saved: LRSchedule) -> None:
         return
     log.warning(
         "step %d has a batch of %d sequences, and the step before had %d: the learning rate is "
-        "%.6E, by the schedule of before it would be %.6E. This run ends at step %d, the "
+        "%.6E; by the former schedule it would be %.6E. This run ends at step %d, the "
         "schedule at step %d.",
         *(run.progress.iteration + 1, size, before, rate, old_rate, plan.train_iters),
         plan.ramp.num_steps(plan.schedule.decay_samples),
@@ -368,7 +371,7 @@ def _warn_of_changed_seed(run: Run, then: int) -> None:
 
 
 def data_plan(run: Run) -> DataPlan:
-    """Describe the tokens that each step of the run reads."""
+    """Return the data plan: which tokens each step of the run reads."""
     config = run.plan.config
     data = run.datasets.config or config.data
     dataset = run.datasets.train
@@ -408,25 +411,25 @@ def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
     if not plan_of_then or not run.datasets.sources:
         return
     then, now = parse_plan(plan_of_then), data_plan(run)
-    gave, gives = samples_by_source(then), samples_by_source(now)
+    old_counts, new_counts = samples_by_source(then), samples_by_source(now)
     mixture = now.data.data_mixture_path
     if mixture:
         expected = ramp_of_data.samples_before(run.progress.iteration + 1)
         if begins_at_steps(mixture) and expected != run.progress.consumed_train_samples:
             raise ValueError(
-                f"--data-mixture-path {mixture} counts in steps, and the run has had other "
-                f"batch sizes until step {run.progress.iteration}: give from_sample instead."
+                f"--data-mixture-path {mixture} counts in steps, and batch sizes until step "
+                f"{run.progress.iteration} were different: give from_sample instead."
             )
-        if gave != gives:
+        if old_counts != new_counts:
             raise ValueError(
-                f"--data-mixture-path {mixture} has another past than the "
-                f"run: after {then.consumed_samples} samples its sources would have given "
-                f"{gives}, but they gave {gave}. Change only phases that have not begun."
+                f"--data-mixture-path {mixture} does not match the samples that the run has "
+                f"read: after {then.consumed_samples} samples its sources would have given "
+                f"{new_counts}, but they gave {old_counts}. Change only later phases."
             )
         return
     before, after = ([each["lengths_hash"] for each in p.sources] for p in (then, now))
     if before != after:
-        log.warning("the training data are not those that the run has read until now")
+        log.warning("the training data differ from those that the run has read so far")
     elif not isinstance(run.datasets.train, EpochsDataset):
         _warn_of_changed_length(run, then.num_samples[0], now.num_samples[0])
 
@@ -434,8 +437,8 @@ def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
 def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
     """Warn if another number of samples changes the order of data that are read repeatedly.
 
-    Megatron's order of several epochs depends on the number of samples of the run; that of the
-    first epoch alone does not.
+    As in Megatron, the order of several epochs depends on the number of samples of the run; the
+    order of the first epoch alone does not.
     """
     if then == now:
         return
@@ -443,7 +446,7 @@ def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
         epochs = share.epochs * max(then, now) / run.plan.train_samples
         if epochs > 1:
             log.warning(
-                "the run was to read %d samples and is to read %d now, %s %.2g times: the "
+                "the run was planned for %d samples and now for %d, %s %.2g times: the "
                 "order of several epochs depends on that number, so from step %d on some "
                 "samples repeat and some are skipped. Give the former --train-iters, or give "
                 "the data by --data-mixture-path, where each epoch has an order of its own.",
@@ -452,9 +455,9 @@ def _warn_of_changed_length(run: Run, then: int, now: int) -> None:
 
 
 def rewind(run: Run, folder: Path) -> None:
-    """Take weights, optimizer, random streams and schedule from an earlier step of the run.
+    """Load weights, optimizer, random streams and schedule of an earlier step, in place.
 
-    The count of steps and the place in the data stay. All ranks call it together.
+    The count of steps and the position in the data do not change. All ranks call it together.
 
     Args:
         run: changed in place.
@@ -474,9 +477,9 @@ def _load_state(
     with_optimizer = load_optim and "num_steps" in extra
     state = optimizer_shards(run) if with_optimizer else {}
     if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
-        # The run that saved it had no main weights: they are copied from the weights.
+        # The saved run had no main weights: they are copied from the weights.
         state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
-    # An average that the run begins to keep starts from the weights.
+    # An average that the saved run did not keep starts from the weights.
     has_average = any(name.startswith(_AVERAGE) for name in read_index(folder).tensors)
     if not has_average:
         state = {n: shard for n, shard in state.items() if not n.startswith(_AVERAGE)}
@@ -500,7 +503,7 @@ def _load_state(
 
 
 def optimizer_shards(run: Run) -> dict[str, Shard]:
-    """Describe this rank's optimizer state, named ``optimizer.<kind>.<logical>``."""
+    """Return shards of this rank's optimizer state, named ``optimizer.<kind>.<logical>``."""
     return {f"optimizer.{n}": shard for n, shard in run.optimizer.named_shards().items()}
 
 
@@ -528,12 +531,12 @@ def _extra(run: Run) -> dict[str, Any]:
 
 
 def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint's random streams belong to this same layout."""
+    """Whether the checkpoint has this layout, and so its random streams; else warn of noise."""
     plan = run.plan
-    here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
-    # JSON has lists in the place of tuples, and a checkpoint lacks newer options.
-    before = asdict(ParallelConfig()) | extra["parallel"]
-    fits = json.dumps(before, sort_keys=True) == json.dumps(here, sort_keys=True)
+    current = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
+    # JSON has lists instead of tuples, and checkpoints lack newer options.
+    saved = asdict(ParallelConfig()) | extra["parallel"]
+    fits = json.dumps(saved, sort_keys=True) == json.dumps(current, sort_keys=True)
     model, experts = plan.config.model, plan.config.experts
     noise = {
         "--hidden-dropout": model.hidden_dropout,
@@ -543,13 +546,15 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     }
     if drawn := [name for name, strength in noise.items() if strength and not fits]:
         names = " and ".join(drawn)
-        log.warning("another layout than the checkpoint's: new random streams for %s", names)
+        log.warning(
+            "the layout differs from the checkpoint's: new random streams for %s", names
+        )
     return fits
 
 
 @contextmanager
 def _tokenizer_folder(run: Run) -> Iterator[Path | None]:
-    """Write the tokenizer into a temporary folder, on rank 0 alone; None elsewhere."""
+    """Yield a temporary folder with the tokenizer on rank 0; None on other ranks."""
     if run.tokenizer is None or run.ctx.global_rank != 0:
         yield None
         return

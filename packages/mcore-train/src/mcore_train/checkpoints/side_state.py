@@ -1,6 +1,6 @@
-"""State of a run other than weights and optimizer: random streams, scales, recent losses.
+"""Saves and loads random streams, fp8 scales, the loss scale and recent losses of a run.
 
-Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
+Random streams are each rank's own (``rng.<stream>.<rank>``); fp8 histories are logical tensors
 (``fp8.<linear>.history``), which any layout loads.
 """
 
@@ -14,7 +14,7 @@ from mcore_train.assembly import Run
 
 
 def rng_shards(run: Run) -> dict[str, Shard]:
-    """Describe copies of this rank's random streams, under names no other rank has."""
+    """Return copies of this rank's random streams as shards, under names of this rank."""
     rank = run.ctx.global_rank
     shards = {}
     for stream, state in run.streams.state().items():
@@ -31,14 +31,14 @@ def take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
 
 
 def fp8_shards(run: Run) -> dict[str, Shard]:
-    """Describe the fp8 histories of linears; none without ``--fp8-recipe delayed``."""
+    """Return shards of the fp8 histories; empty without ``--fp8-recipe delayed``."""
     scales = run.precision.fp8_scales
     shards = {} if scales is None else scales.shards()
     return {f"fp8.{name}": shard for name, shard in shards.items()}
 
 
 def fp8_kind(run: Run) -> list[Any]:
-    """Return recipe and length of the fp8 histories: only equal ones are loaded."""
+    """Return recipe and length of fp8 histories; only histories of equal kind are loaded."""
     fp8 = run.plan.config.fp8
     return (
         [] if run.precision.fp8_scales is None else [fp8.fp8_recipe, fp8.fp8_amax_history_len]
@@ -46,29 +46,29 @@ def fp8_kind(run: Run) -> list[Any]:
 
 
 def wanted_fp8_shards(run: Run, extra: Mapping[str, Any]) -> dict[str, Shard]:
-    """Describe the histories that a run loads from a checkpoint; none of another kind."""
+    """Return shards of the histories to load from a checkpoint; empty if of another kind."""
     return fp8_shards(run) if extra.get("fp8_kind") == fp8_kind(run) else {}
 
 
 def take_fp8_histories(run: Run) -> None:
-    """Compute fp8 scales from the histories that were loaded."""
+    """Compute fp8 scales from the loaded histories."""
     if run.precision.fp8_scales is not None:
         run.precision.fp8_scales.restored()
 
 
 def side_numbers(run: Run) -> dict[str, Any]:
-    """Return the plain numbers of this state, for a checkpoint's index."""
+    """Return loss scale, recent steps and kind of histories for a checkpoint's index."""
     scale = {} if run.precision.loss_scaler is None else run.precision.loss_scaler.state()
-    found: dict[str, Any] = {"fp8_kind": fp8_kind(run), "loss_scale": scale}
+    numbers: dict[str, Any] = {"fp8_kind": fp8_kind(run), "loss_scale": scale}
     if run.recent is not None:
-        found["recent_steps"] = {**run.recent.state(), "spikes": run.progress.spikes}
-    return found
+        numbers["recent_steps"] = {**run.recent.state(), "spikes": run.progress.spikes}
+    return numbers
 
 
 def hf_words(run: Run) -> dict[str, Any]:
-    """Return fields of a config.json that no model config has: a T5's first decoder token.
+    """Return fields of config.json that no model config has: a T5's first decoder token.
 
-    transformers shifts labels by it and writes from it, and has no default for it.
+    transformers shifts labels and generates by this token, and has no default for it.
     """
     data, begin = run.plan.config.data, None
     if run.plan.family.dataset != "t5":
@@ -81,7 +81,7 @@ def hf_words(run: Run) -> dict[str, Any]:
 
 
 def take_side_numbers(run: Run, extra: Mapping[str, Any]) -> None:
-    """Set the loss scale and the window of recent steps to a checkpoint's, if it had them."""
+    """Set the loss scale and the window of recent steps to a checkpoint's, if it has them."""
     if run.recent is not None and (recent := extra.get("recent_steps")):
         run.recent.set_state(recent)
         run.progress.spikes = sorted({*run.progress.spikes, *recent["spikes"]})

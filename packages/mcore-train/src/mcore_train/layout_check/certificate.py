@@ -1,9 +1,9 @@
-"""The result of a verification: errors and tolerances by quantity, as a table and as JSON.
+"""Result of a verification: errors and tolerances by quantity, as a table and as JSON.
 
-The error of a tensor is that of ``mcore_parallel.testing.layout_comparison``, for logits,
-gradients and weight updates alike. A weight whose true gradient is zero (the bias of keys where
-positions are learned) gets rounding for a gradient, which AdamW divides by its own size: such
-an update is measured by the largest of the model.
+The error of a tensor is defined in ``mcore_parallel.testing.layout_comparison``, for logits,
+gradients and weight updates alike. A weight whose exact gradient is zero (the bias of keys with
+learned positions) gets rounding errors as its gradient, which AdamW divides by their own size:
+the error of such an update is relative to the largest update of the model.
 """
 
 import json
@@ -25,16 +25,16 @@ BANDS: dict[torch.dtype, float] = {
     torch.bfloat16: 1.6e-2,
     torch.float16: 2e-3,
 }
-"""Tolerances of the formats of training. Where one rank's own worst tensor is
-further off than half of that, twice its distance: rounding sets it, not the layout."""
+"""Tolerances of the formats of training. If one rank's own worst tensor is further off than
+half of that, the tolerance is twice its error, which rounding causes and not the layout."""
 MEAN_ROOM, SCALE_ROOM = 1.25, 2.0
 """Largest ratio of a layout's means over tensors to one rank's, with GEMMs in few bits.
 
-Those of right layouts of tensor, context, pipeline, data and expert ranks in float32 were at
-most 1.0 of it, in a pipeline, which rounds what one rank rounds.
+Correct layouts of tensor, context, pipeline, data and expert ranks in float32 had ratios of at
+most 1.0; 1.0 was a pipeline, which rounds the same numbers as one rank.
 """
 VANISHING = 1e-12
-"""Share of the model's largest gradient below which a gradient is rounding."""
+"""Share of the model's largest gradient below which a gradient is only rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """All comparisons of a layout, and what was not compared."""
+    """All comparisons of a layout, and a list of what was not compared."""
 
     layout: str
     dtype: str
@@ -67,9 +67,9 @@ class Certificate:
     unchecked: tuple[str, ...]
     seconds: float
     shared: str = ""
-    """Options by which the one rank computes as the layout does."""
+    """Options that the one rank shares with the layout."""
     stopped: str = ""
-    """Why the comparison stopped early; empty if it did not."""
+    """Why the comparison stopped early; empty: it did not."""
 
     @property
     def passed(self) -> bool:
@@ -83,7 +83,7 @@ class Certificate:
 
 
 def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
-    """Compare a trial in float64 with one rank's: every quantity and every tensor."""
+    """Compare a trial in float64 with one rank's, by quantity and tensor class."""
     lines = [
         *_initial_lines(trial, oracle, tolerance),
         *_tensor_lines("logits", trial.logits, oracle.logits, tolerance),
@@ -110,19 +110,20 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
 def compare_rounded(
     trial: Trial, alone: Sequence[Trial], oracle: Trial, band: float, *, few_bits: bool = False
 ) -> list[Line]:
-    """Compare a trial in the run's own format with one rank's in float64.
+    """Return the lines that compare a trial in the run's own format with float64 on one rank.
 
-    GEMMs in few bits differ by more: a last bit of the run's format sends a number near the
-    middle of two to either of them, and so the numbers of later layers. The widest error of a
-    tensor then hides faults, so that all tensors together are held to one rank's too.
+    GEMMs in few bits differ by more: a last bit of the run's format decides to which of two
+    neighbours a number near their middle is rounded, which changes the numbers of later layers.
+    The largest error of a tensor then hides faults, so the errors over all tensors are compared
+    with one rank's too.
 
     Args:
         trial: of the layout.
-        alone: of one rank in the same format; where GEMMs are in few bits, some more with
-            weights a last bit of it off, so that other numbers are rounded. Their largest
-            distance is that of rounding alone.
-        oracle: of one rank in float64.
-        band: of the format, see ``BANDS``.
+        alone: trials of one rank in the same format; with GEMMs in few bits, also some with
+            weights a last bit off, so that numbers round differently. Their largest error
+            measures rounding.
+        oracle: trial of one rank in float64.
+        band: tolerance of the format, see ``BANDS``.
         few_bits: whether GEMMs are in fewer bits than the format.
     """
     # Weights after steps are left out: AdamW's first steps are signs, which rounding flips.
@@ -156,7 +157,7 @@ def _rounded(trial: Trial, oracle: Trial, band: float) -> list[Line]:
 
 
 def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of tensors whose gradients are rounding errors alone."""
+    """Return the names of tensors whose gradients are only rounding errors."""
     sizes = {name: float(g.abs().max()) for name, g in gradients.items() if g.numel()}
     bound = VANISHING * max(sizes.values(), default=0.0)
     return frozenset(name for name, size in sizes.items() if size <= bound)
@@ -201,14 +202,14 @@ def _over_all(
     alone: Iterable[Mapping[str, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Line]:
-    """Compare all tensors at once: their mean distance, and that of their scales."""
+    """Compare all tensors together: mean distance, mean scale error, largest scale error."""
     others = [_distances(lone, expected) for lone in alone]
     distances, scales = _distances(found, expected)
     lines = []
-    for number, (quantity, errors, room) in enumerate(
+    for number, (quantity, errors, ratio) in enumerate(
         (("mean distance", distances, MEAN_ROOM), ("mean scale", scales, SCALE_ROOM))
     ):
-        allowed = room * max(fmean(other[number].values()) for other in others)
+        allowed = ratio * max(fmean(other[number].values()) for other in others)
         error = fmean(errors.values())
         lines.append(
             Line(
@@ -232,21 +233,21 @@ def _over_all(
 def _distances(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return |a-b| / |b| of every tensor, and how far a's best multiple of b is from 1.
+    """Return |a - b| / |b| of every tensor, and the distance from 1 of a's best multiple of b.
 
-    Rounding moves the second far less than the first, a wrong factor or a sum that lacks a
-    part as much. Norms of b have the floor of ``tensor_errors``.
+    Rounding changes the second number far less than the first; a wrong factor or a missing part
+    of a sum changes both. Norms of b have the floor of ``tensor_errors``.
     """
     wide = {name: tensor.double().flatten() for name, tensor in expected.items()}
     sizes = {name: float(b.square().mean().sqrt()) for name, b in wide.items() if b.numel()}
-    least = LEAST_SCALE * max(sizes.values(), default=0.0)
+    smallest = LEAST_SCALE * max(sizes.values(), default=0.0)
     distances, scales = {}, {}
     for name, size in sizes.items():
         b = wide[name]
-        off = found[name].double().flatten() - b
-        square = b.numel() * max(size, least) ** 2 or 1.0
-        distances[name] = float(off @ off / square) ** 0.5
-        scales[name] = abs(float(off @ b / square))
+        difference = found[name].double().flatten() - b
+        square = b.numel() * max(size, smallest) ** 2 or 1.0
+        distances[name] = float(difference @ difference / square) ** 0.5
+        scales[name] = abs(float(difference @ b / square))
     return distances, scales
 
 
@@ -256,7 +257,7 @@ def _number(
     errors = [
         abs(a - b) / abs(b) if b else abs(a) for a, b in zip(found, expected, strict=True)
     ]
-    # max() would lose a NaN.
+    # max() alone would ignore a NaN.
     error = max(errors, key=lambda error: (isnan(error), error), default=0.0)
     return Line(what=what, tensor="", worst="", error=error, tolerance=tolerance)
 
@@ -273,7 +274,7 @@ def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> s
 
 
 def draw(certificate: Certificate, *, quiet: bool = False) -> str:
-    """Draw the table: one row a tensor class, failures marked, and what was not checked."""
+    """Return the table: one row per tensor class, failures marked, and the unchecked parts."""
     rows = [("what", "tensors", "worst error", "tolerance", "")]
     for line in certificate.lines:
         exact = line.tolerance == 0

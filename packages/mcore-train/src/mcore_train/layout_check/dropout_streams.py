@@ -1,7 +1,7 @@
 """Checks which ranks share random numbers: dropout masks and streams of a layout.
 
 Tensor ranks that hold the same activations drop the same elements; every other pair of ranks
-draws other numbers. Masks differ between layouts by design, so this rule is what can be
+draws different numbers. Masks differ between layouts by design, so only this rule can be
 compared.
 """
 
@@ -22,24 +22,24 @@ NUM_DRAWS = 64
 
 
 def noise_faults(run: Run) -> list[str]:
-    """Draw from every stream and every dropout layer, and compare over all ranks.
+    """Return the faults of random streams and dropout masks, compared over all ranks.
 
-    Two all-gathers over the world, and one forward pass if the model drops anything; all ranks
-    call it together. The run's streams go on.
+    Draws from every stream and dropout layer of the run. All-gathers over the world, with a
+    forward pass if the model has dropout; all ranks call it together.
 
     Returns:
-        What two ranks share and must not, or do not share and must; equal on all ranks.
+        Numbers that two ranks share but must not, or do not share but must; equal on all ranks.
     """
     ctx = run.ctx
     drawn = {name: _draw(run.streams, name) for name in RngStreams.NAMES}
     drawn |= _masks(run)
     is_cut = run.plan.config.parallelism.sequence_parallel
-    own = {
+    rank_draws = {
         "drawn": drawn,
         "place": [ctx.cp.rank, ctx.dp.rank, ctx.pp.rank],
         "rank": ctx.global_rank,
     }
-    ranks: list[dict[str, Any]] = gather_json(own, ctx.world)
+    ranks: list[dict[str, Any]] = gather_json(rank_draws, ctx.world)
     faults = []
     for one, other in combinations(ranks, 2):
         for name in one["drawn"].keys() & other["drawn"].keys():
@@ -57,7 +57,7 @@ def _draw(streams: RngStreams, name: str) -> str:
 
 
 def _masks(run: Run) -> dict[str, str]:
-    """Return a digest of the first mask of every dropout layer that is on, by its name."""
+    """Return a digest of the first mask of every active dropout layer, by name."""
     masks: dict[str, str] = {}
     handles = []
 

@@ -1,8 +1,8 @@
-"""Relations between the numbers of a plan that decide branches of the code, in words.
+"""Describes in words the relations between numbers of a plan that decide code branches.
 
-Which numbers are one, two or more, and which divide which: heads by tensor ranks, experts by
-expert ranks, layers by stages. ``mcore-train verify`` chooses the sizes of a small run that
-keep them, and reports those that it could not keep. No torch.
+Relations are: which numbers are one, two or more, and which divide which (heads by tensor
+ranks, experts by expert ranks, layers by stages). ``mcore-train verify`` chooses sizes of a
+small run that keep the relations, and reports the relations that it could not keep. No torch.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
 
 HEAD_CHUNK_TOKENS = 4096
-"""Tokens of a rank's micro-batch above which the head makes its logits piece by piece."""
+"""Tokens of a rank's micro-batch above which the head computes its logits in chunks."""
 TILE_ROWS, TILE_COLUMNS = 64, 512
 """Shape of the tiles in which initial weights are drawn."""
 BUCKET_MULTIPLE = 128
-"""Elements to whose multiples the end of a bucket is rounded up."""
+"""The end of a bucket is rounded up to a multiple of this number of elements."""
 
 
 def relations(plan: Plan) -> dict[str, str]:
-    """Describe which numbers of a plan divide which, and which of them are one.
+    """Return the relations of a plan's numbers, such as which divide which, by name.
 
     Returns:
-        What is related, in words, to how. Two plans with the same switches and the same table
-        take the same branches.
+        Relations by the names of the related numbers, both in words. Two plans with the same
+        switches and equal relations take the same branches.
     """
     return {
         **dict(_degrees(plan)),
@@ -46,7 +46,7 @@ def relations(plan: Plan) -> dict[str, str]:
 
 
 def compare_relations(real: Plan, small: Plan) -> dict[str, tuple[str, str]]:
-    """Return the relations that differ between a real and a small run, with both."""
+    """Return the relations that differ between a real and a small run, as pairs of both."""
     small_relations = relations(small)
     return {
         what: (relation, small_relations.get(what, "off"))
@@ -72,7 +72,7 @@ def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _exchanging(parallel: ParallelConfig) -> int:
-    """Context ranks over which heads divide, where they are exchanged."""
+    """Return the context ranks over which heads are exchanged."""
     return (*parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size)[0]
 
 
@@ -80,27 +80,27 @@ def head_relations(num_heads: int, num_groups: int, parallel: ParallelConfig) ->
     """Describe how heads and key/value heads divide over tensor and context ranks."""
     tp, cp = parallel.tensor_model_parallel_size, _exchanging(parallel)
     on_rank = max(1, num_groups // tp)
-    found = {
+    described = {
         "query heads of a key/value head": "one" if num_heads == num_groups else "several",
         "key/value heads of a tensor rank": _one(on_rank),
     }
     if num_groups < tp:
-        found["key/value heads of a tensor rank"] = (
+        described["key/value heads of a tensor rank"] = (
             "one for all ranks" if num_groups == 1 else "one for some ranks"
         )
     if cp > 1:
-        found["query heads over context ranks"] = (
+        described["query heads over context ranks"] = (
             "divide" if num_heads % (tp * cp) == 0 else "do not divide"
         )
         if on_rank % cp == 0:
-            found["key/value heads over context ranks"] = "divide"
+            described["key/value heads over context ranks"] = "divide"
         elif on_rank == 1:
-            found["key/value heads over context ranks"] = "one for all"
+            described["key/value heads over context ranks"] = "one for all"
         elif cp % on_rank == 0:
-            found["key/value heads over context ranks"] = "each for several"
+            described["key/value heads over context ranks"] = "each for several"
         else:
-            found["key/value heads over context ranks"] = "neither divides the other"
-    return found
+            described["key/value heads over context ranks"] = "neither divides the other"
+    return described
 
 
 def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -118,12 +118,12 @@ def mamba_relations(num_groups: int, parallel: ParallelConfig) -> dict[str, str]
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     on_rank = num_groups // tp
     shared = "one for all ranks" if num_groups == 1 else "one for some ranks"
-    found = {"Mamba groups of a tensor rank": _one(on_rank) if on_rank else shared}
+    described = {"Mamba groups of a tensor rank": _one(on_rank) if on_rank else shared}
     if cp > 1:
-        found["Mamba groups over context ranks"] = (
+        described["Mamba groups over context ranks"] = (
             "divide" if max(1, on_rank) % cp == 0 else "each for several"
         )
-    return found
+    return described
 
 
 def has_shared_keys(model: TransformerConfig) -> bool:
@@ -141,9 +141,9 @@ def _recurrent(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
-    """Name the mixers of every layer, in order, and the way of its attention.
+    """Return, for every layer in order, its mixers and its kind of attention.
 
-    Of a model with an encoder and a decoder, which of them the layer belongs to.
+    For a model with an encoder and a decoder, return which of them the layer belongs to.
     """
     config = plan.config
     if isinstance(config.model, T5Config):
@@ -251,7 +251,7 @@ def _sizes(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def vocabulary_rows(plan: Plan) -> str:
-    """Describe whether tensor ranks have full, partly padded and wholly padded shares."""
+    """Describe whether vocabulary shares of tensor ranks are full, partly or all padding."""
     tp = plan.config.parallelism.tensor_model_parallel_size
     share = plan.padded_vocab_size // tp
     rows = [min(max(plan.vocab_size - rank * share, 0), share) for rank in range(tp)]
@@ -264,7 +264,7 @@ def vocabulary_rows(plan: Plan) -> str:
 
 
 def expert_data_ranks(plan: Plan) -> int:
-    """Count the ranks that hold the same part of the same experts."""
+    """Return the number of ranks that hold the same part of the same experts."""
     parallel = plan.config.parallelism
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     split = expert_tp * parallel.expert_model_parallel_size
@@ -272,7 +272,7 @@ def expert_data_ranks(plan: Plan) -> int:
 
 
 def optimizer_shards(plan: Plan) -> int:
-    """Count the ranks that share one instance of the optimizer; 1: each has it whole."""
+    """Return the number of ranks that share one optimizer instance; 1: not shared."""
     if plan.config.data_parallelism.sharding == "no_shard":
         return 1
     parallel = plan.config.parallelism
@@ -281,7 +281,7 @@ def optimizer_shards(plan: Plan) -> int:
 
 
 def has_flat_shards(plan: Plan) -> bool:
-    """Whether ranks share the optimizer by flat ranges, which end anywhere (ZeRO-1)."""
+    """Whether ranks share the optimizer by flat ranges (ZeRO-1), which may end anywhere."""
     return optimizer_shards(plan) > 1 and not plan.config.data_parallelism.is_fully_sharded
 
 
@@ -294,7 +294,7 @@ def cuts_vectors(plan: Plan) -> bool:
 
 
 def vector_length(shards: int) -> int:
-    """Return the elements up to which a vector that has a bucket of its own is never cut."""
+    """Return the largest length of a vector that shards never cut in its own bucket."""
     return lcm(BUCKET_MULTIPLE, shards) // shards
 
 

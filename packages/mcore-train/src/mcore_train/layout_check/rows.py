@@ -1,7 +1,7 @@
-"""Made-up rows that a verification trains on, with the entries that each family reads.
+"""Synthetic rows that a verification trains on, with the entries that each family reads.
 
-Every row is a function of its number. What is masked, padded and sampled differs from row to
-row, and some rows of every step count nothing.
+Every row is a function of its number. Masked, padded and sampled positions differ from row to
+row, and some rows of every step have no valid token.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from mcore_train.resolution import Plan
 class Rows:
     """Sequences by number: random tokens, and masks that differ from row to row.
 
-    A stretch of rows of every step has no valid token at all.
+    A range of rows of every step has no valid token.
     """
 
     seq_length: int
@@ -23,10 +23,9 @@ class Rows:
     global_batch_size: int
     num_steps: int
     masked: range = field(default_factory=lambda: range(0))
-    """Places in a step's batch whose rows count nothing."""
+    """Positions in a step's batch whose rows have no valid token."""
     is_packed: bool = False
-    """Whether the documents of a row do not see each other; their positions begin anew where
-    the plan has it."""
+    """Whether rows hold several documents, without attention between them."""
 
     def __len__(self) -> int:
         return self.global_batch_size * self.num_steps
@@ -49,7 +48,7 @@ class Rows:
         return row | packed if self.is_packed else row
 
     def borders(self, sample: int) -> list[int]:
-        """List where the documents of a row begin, five in 16 tokens, filled up with its end.
+        """Return five begins of documents in a row, padded with the row's end.
 
         Two borders lie inside the last chunk that a context rank holds.
         """
@@ -60,7 +59,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class BertRows:
-    """Pairs with hidden tokens, padded at the end, of rows of plain text."""
+    """BERT rows made of ``Rows``: pairs with masked tokens, padded at the end."""
 
     rows: Rows
 
@@ -85,7 +84,7 @@ class BertRows:
 
 @dataclass(frozen=True, slots=True)
 class T5Rows:
-    """A text for the encoder, padded at its end, and one for the decoder."""
+    """T5 rows made of ``Rows``: a padded text for the encoder, and one for the decoder."""
 
     rows: Rows
     decoder_seq_length: int
@@ -110,7 +109,7 @@ AnyRows = Rows | BertRows | T5Rows
 
 
 def build_rows(plan: Plan) -> AnyRows:
-    """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
+    """Return rows for every step of a plan, with a micro-batch without valid tokens in each."""
     batch, data = plan.config.batch, plan.config.data
     has_room = plan.global_batch_size > batch.micro_batch_size
     masked = range(batch.micro_batch_size, 2 * batch.micro_batch_size)

@@ -1,8 +1,8 @@
 """Chooses buckets so that shards of a ZeRO-1 optimizer end inside rows and vectors.
 
 A rank updates a flat range of each bucket. A range that ends inside a row of a matrix, or
-inside a vector, takes another way through the code than one that ends between two rows. The
-widths of a small run decide little about it; the sizes of its buckets do.
+inside a vector, takes another code path than a range that ends between two rows. Where ranges
+end depends little on the widths of a small run, but on the sizes of its buckets.
 """
 
 from collections.abc import Sequence
@@ -17,34 +17,39 @@ from mcore_train.assembly import Run
 from mcore_train.layout_check.certificate import tensor_class
 
 NUM_SIZES, GROWTH = 48, 1.15
-"""Sizes of buckets that are tried, and the ratio of each to the one before."""
+"""Number of bucket sizes to try, and the ratio of each size to the one before."""
 
 Cuts = dict[str, dict[str, bool]]
-"""By ``rows`` or ``vectors``, and the class of tensors: whether a border cuts one."""
+"""Whether a shard border cuts a tensor, by ``rows`` or ``vectors`` and by tensor class."""
 
 
 def choose_bucket_size(run: Run) -> tuple[int, Cuts]:
-    """Choose a size of buckets whose shard borders lie inside rows of many tensors.
+    """Return the bucket size whose shard borders cut rows of most tensors, and the cuts.
 
-    First inside a vector and, with --qk-clip, which multiplies single rows of queries and
-    keys, inside one of these rows; then inside rows of as many classes of matrices as there
-    can be. All ranks call it together. The run cannot train after it: its weights were moved.
+    A border inside a vector is preferred and, with --qk-clip, which multiplies single rows of
+    queries and keys, a border inside one of these rows; then borders inside rows of as many
+    classes of matrices as possible. All ranks call it together. The run cannot train
+    afterwards, as its weights were moved.
 
     Args:
-        run: whose optimizer is sharded in flat ranges; its bucket size is the smallest tried.
+        run: has an optimizer sharded in flat ranges; its bucket size is the smallest tried.
 
     Returns:
-        The size, and what its borders cut on any rank.
+        The size, and the tensor classes that its borders cut on any rank.
     """
     config, ctx = run.plan.config.data_parallelism, run.ctx
-    found: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
+    trained_parameters: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
     for index, chunk in enumerate(run.chunks):
         for named in named_parameters(chunk):
             if named.parameter.requires_grad:
-                found.setdefault(named.parameter, (index, named))
+                trained_parameters.setdefault(named.parameter, (index, named))
     sizes = [int(config.ddp_bucket_size * GROWTH**power) for power in range(NUM_SIZES)]
     cuts = [
-        _cuts(build_buckets([*found.values()], ctx, replace(config, ddp_bucket_size=size)))
+        _cuts(
+            build_buckets(
+                [*trained_parameters.values()], ctx, replace(config, ddp_bucket_size=size)
+            )
+        )
         for size in sizes
     ]
     totals = [_united(each) for each in zip(*gather_json(cuts, ctx.world), strict=True)]
@@ -65,7 +70,7 @@ def _is_scaled(name: str) -> bool:
 
 
 def _cuts(buckets: Sequence[Bucket]) -> Cuts:
-    """Return for each class of sharded tensors whether this rank's ranges cut a row of one."""
+    """Return, for each class of sharded tensors, whether this rank's ranges cut a row."""
     cuts: Cuts = {"rows": {}, "vectors": {}}
     for bucket in buckets:
         if bucket.shard.size == 1:
@@ -75,9 +80,9 @@ def _cuts(buckets: Sequence[Bucket]) -> Cuts:
             for part in owned.named.layout.parts:
                 pieces = flat_pieces(owned.named, part, first, stop, flat)
                 is_cut = any(piece.lengths[-1] < part.lengths[-1] for piece in pieces)
-                own = cuts["vectors" if len(part.shape) == 1 else "rows"]
+                cut_classes = cuts["vectors" if len(part.shape) == 1 else "rows"]
                 name = tensor_class(part.name)
-                own[name] = own.get(name, False) or is_cut
+                cut_classes[name] = cut_classes.get(name, False) or is_cut
     return cuts
 
 

@@ -1,8 +1,8 @@
-"""Options of a small run: sizes that the layout divides as it divides the real ones.
+"""Chooses options of a small run: sizes that the layout divides like the real ones.
 
-Options that no layout divides have their small value in their metadata (``shrinks_to``). Of the
-others most are so many channels for each rank, and the rest the smallest sizes with the same
-``relations`` as the real ones. No torch.
+Options that no layout divides have a small value in their metadata (``shrinks_to``). Most other
+sizes are a fixed number of channels for each rank; the rest are the smallest sizes with the
+same ``relations`` as the real ones. No torch.
 """
 
 from dataclasses import fields, replace
@@ -55,9 +55,11 @@ LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
 SLOT_MULTIPLE = 64  # elements: where a tensor may begin in its bucket
 MOST_GAIN = 0.8
-"""Of a matrix on random numbers: with more, wide models multiply every rounding by layers."""
+"""Largest gain of a matrix on random numbers: with more, rounding errors of wide models grow
+from layer to layer."""
 MOST_LOSS_SCALE = 1024.0
-"""With which the gradients of a small run fit float16; a real run's scale sinks there."""
+"""Loss scale with which the gradients of a small run fit float16; the scale of a real run sinks
+to such values."""
 
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
@@ -65,12 +67,12 @@ _AT_DEFAULTS = (
     *(ObjectiveConfig, DPOConfig, DistillationConfig, GRPOConfig),
     SpikeConfig,
 )
-"""Parts of a small run that are at their defaults: no files, schedule, reports, texts or frozen
+"""Parts of a small run that have their defaults: no files, schedule, reports, texts or frozen
 models; its objective is pretraining."""
 
 
 class Shrinking:
-    """Options of a small run, topic by topic: each public method returns some by name."""
+    """Options of a small run by topic; each public method returns some options by name."""
 
     def __init__(self, plan: Plan, layout: ParallelConfig, world_size: int) -> None:
         self.plan, self.config, self.model = plan, plan.config, plan.config.model
@@ -93,17 +95,17 @@ class Shrinking:
         self.seq_length = self._shortest_sequence()
 
     def constants(self) -> dict[str, Any]:
-        """Options that are on, at the values of their metadata."""
+        """Return active options with the small values of their metadata."""
         real = flat(self.config)
         return {
-            name: own.shrinks_to
+            name: rule.shrinks_to
             for part in parts(self.config)
-            for name, own in rules_of(type(part)).items()
-            if own.shrinks_to is not ... and real[name]
+            for name, rule in rules_of(type(part)).items()
+            if rule.shrinks_to is not ... and real[name]
         }
 
     def layers(self) -> dict[str, Any]:
-        """Kinds of the layers that stay, written layer by layer."""
+        """Return the kinds of the kept layers, spelled out layer by layer."""
         model, experts = self.model, self.config.experts
         chosen: dict[str, Any] = {
             "num_layers": len(self.flat_layers),
@@ -115,8 +117,9 @@ class Shrinking:
             first = model.num_layers - shared
             chosen["num_kv_shared_layers"] = sum(i >= first for i in self.flat_layers)
         if isinstance(model, T5Config):
-            kept = [layer < encoder_layers(model) for layer in self.flat_layers]
-            depths = {"encoder_num_layers": sum(kept), "decoder_num_layers": kept.count(False)}
+            in_encoder = [layer < encoder_layers(model) for layer in self.flat_layers]
+            num_encoder, num_decoder = sum(in_encoder), in_encoder.count(False)
+            depths = {"encoder_num_layers": num_encoder, "decoder_num_layers": num_decoder}
             chosen |= {"num_layers": 1, **depths}
         if letters := pattern_layers(model.hybrid_override_pattern):
             further = "/" + further_letters(model.hybrid_override_pattern)
@@ -124,12 +127,12 @@ class Shrinking:
             chosen["hybrid_override_pattern"] = pattern + further * chosen["mtp_num_layers"]
         if experts.num_experts:
             has_experts = moe_layers(experts, model.num_layers)
-            kept = [int(has_experts[i]) for i in self.flat_layers]
-            chosen["moe_layer_freq"] = "1" if all(kept) else str(kept).replace(" ", "")
+            freq = [int(has_experts[i]) for i in self.flat_layers]
+            chosen["moe_layer_freq"] = "1" if all(freq) else str(freq).replace(" ", "")
         return chosen
 
     def stages(self) -> dict[str, Any]:
-        """Pipeline stages spelled out where they are uneven, so that they stay so."""
+        """Return the pipeline stages, spelled out if they are uneven."""
         is_even = len({len(stage) for stage in self.kept_layers}) == 1
         is_apart, spelled = _keeps_mtp_apart(self.plan, self.layout), ""
         if is_apart or not is_even:
@@ -148,7 +151,7 @@ class Shrinking:
         }
 
     def vocabulary(self) -> dict[str, Any]:
-        """A vocabulary with padding on as many kinds of tensor ranks as the real one."""
+        """Return a vocabulary whose padding on tensor ranks is of the real kinds."""
         rows = vocabulary_rows(self.plan)
         padding = 3 if "partly padding" in rows else 0
         multiple = min(self.model.make_vocab_size_divisible_by, 8)
@@ -162,7 +165,7 @@ class Shrinking:
         return {"make_vocab_size_divisible_by": multiple, "vocab_size": size}
 
     def heads_and_widths(self) -> dict[str, Any]:
-        """The fewest heads, and widths that they and tensor ranks divide."""
+        """Return the fewest heads, and widths that heads and tensor ranks divide."""
         model, channels, length = self.model, self.channels, self.seq_length
         width = model.kv_channels * model.num_attention_heads
         has_own_width = bool(model.kv_channels) and width != model.hidden_size
@@ -172,7 +175,7 @@ class Shrinking:
             ffn = 3 * channels if self._has_flat_shards else channels
         pairs = max(1, int(channels * model.rotary_percent) // 2)
         has_share = model.position_embedding_type == "rope" and model.rotary_percent != 1
-        # The share of whole pairs, which the published share need not give here.
+        # A whole number of pairs, which the published share may not give at this width.
         share = 2 * pairs / channels if has_share else model.rotary_percent
         return {
             "num_attention_heads": self.heads,
@@ -197,13 +200,15 @@ class Shrinking:
         }
 
     def recurrent_heads(self) -> dict[str, Any]:
-        """The fewest heads of Mamba and delta layers that divide as the real ones do."""
+        """Return the fewest heads of Mamba and delta layers with the real relations."""
         model, tp, cp = self.model, self.tp, self.cp
         if not model.hybrid_override_pattern:
             return {}
-        wanted = mamba_relations(model.mamba_num_groups, self.before)
+        real_relations = mamba_relations(model.mamba_num_groups, self.before)
         fitting = [n for n in range(1, 2 * tp * cp + 1) if n % tp == 0 or tp % n == 0]
-        groups = min(fitting, key=lambda n: (mamba_relations(n, self.layout) != wanted, n))
+        groups = min(
+            fitting, key=lambda n: (mamba_relations(n, self.layout) != real_relations, n)
+        )
         real = mamba_sizes(model)
         shared_keys = model.linear_num_value_heads > model.linear_num_key_heads
         return {
@@ -214,14 +219,16 @@ class Shrinking:
         }
 
     def experts(self) -> dict[str, Any]:
-        """The fewest experts that leave a choice, in two groups where there are groups."""
+        """Return the fewest experts with a choice, in two groups if there are groups."""
         experts = self.config.experts
         if not experts.num_experts:
             return {}
         pattern = self.model.hybrid_override_pattern
         letters = pattern_layers(pattern)
-        kept = [letters[i] for i in self.flat_layers] if letters else []
-        if letters and not any("E" in kind for kind in (*kept, further_letters(pattern))):
+        kept_letters = [letters[i] for i in self.flat_layers] if letters else []
+        if letters and not any(
+            "E" in kind for kind in (*kept_letters, further_letters(pattern))
+        ):
             return {"num_experts": 0}  # none of the layers that stay
         ep = self.layout.expert_model_parallel_size
         per_rank = experts.num_experts // self.before.expert_model_parallel_size
@@ -251,7 +258,7 @@ class Shrinking:
         }
 
     def batch(self) -> dict[str, Any]:
-        """Micro-batches with the relations of the real ones to stages, and three steps."""
+        """Return micro-batches with the real relation to stages, and three steps."""
         batch = self.config.batch
         micro, length = min(batch.micro_batch_size, 2), self.seq_length
         size = micro * self.data_ranks * self._num_microbatches()
@@ -286,16 +293,21 @@ class Shrinking:
         return chosen
 
     def buckets(self) -> dict[str, Any]:
-        """Several buckets where the real run has several, and shard borders in vectors.
+        """Return a bucket size with several buckets if the real run has several.
 
-        Under sequence parallelism vectors have buckets of their own: a border falls into the
-        middle one of three. Elsewhere each gets a bucket.
+        Shard borders fall into vectors: with sequence parallelism vectors have buckets of their
+        own, and a border falls into the middle one of three; otherwise each vector has a
+        bucket.
         """
-        own = self.config.data_parallelism
-        if own.is_fully_sharded:
+        options = self.config.data_parallelism
+        if options.is_fully_sharded:
             return {}
         hidden_size = self.heads_and_widths()["hidden_size"]
-        has_many = own.ddp_bucket_size or own.overlap_grad_reduce or own.overlap_param_gather
+        has_many = (
+            options.ddp_bucket_size
+            or options.overlap_grad_reduce
+            or options.overlap_param_gather
+        )
         size = 2000 if has_many else 0
         if self.shards > 1 and self.before.sequence_parallel:
             size = 2 * _round_up(hidden_size, SLOT_MULTIPLE) + 1
@@ -304,7 +316,7 @@ class Shrinking:
         return {"ddp_bucket_size": size}
 
     def shares_of_layers(self) -> dict[str, Any]:
-        """Counts of layers out of fp8, recomputed and offloaded, of the fewer that stay."""
+        """Return the counts of layers without fp8, recomputed and offloaded."""
         depth, fp8 = len(self.flat_layers), self.config.fp8
         offload = self.config.offloading
         chosen: dict[str, Any] = {
@@ -325,7 +337,7 @@ class Shrinking:
         return chosen
 
     def thresholds(self) -> dict[str, Any]:
-        """Loss scales that do not overflow in three steps, and scores that QK-clip clips."""
+        """Return loss scales without overflow, and a QK-clip threshold that clips."""
         chosen: dict[str, Any] = {}
         if self.config.precision.fp16:
             for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
@@ -335,7 +347,7 @@ class Shrinking:
         return chosen
 
     def data_and_rates(self) -> dict[str, Any]:
-        """Made-up data with the real run's masks, a constant rate, and no file of the run."""
+        """Return synthetic data with the real masks, constant rates, and no files."""
         chosen = {f.name: f.default for part in _AT_DEFAULTS for f in fields(part)}
         for name in (
             *("reset_position_ids", "reset_attention_mask", "full_validation"),
@@ -369,7 +381,7 @@ class Shrinking:
 
     @property
     def _cuts(self) -> int:
-        """What the tokens of a row must be a multiple of."""
+        """Number that must divide the tokens of a row."""
         return self.tp * self.cp * (2 if self.cp > 1 else 1)
 
     @property
@@ -379,7 +391,9 @@ class Shrinking:
     def _fewest_heads(self) -> tuple[int, int]:
         """Choose the fewest heads and key/value heads that divide as the real ones do."""
         model, tp, cp = self.model, self.tp, self.cp
-        wanted = head_relations(model.num_attention_heads, num_kv_heads(model), self.before)
+        real_relations = head_relations(
+            model.num_attention_heads, num_kv_heads(model), self.before
+        )
         candidates = sorted(
             (kept * per_group, kept)
             for kept in range(1, 4 * tp * cp + 1)
@@ -389,7 +403,9 @@ class Shrinking:
 
         def unlike(heads: int, groups: int) -> tuple[bool, int]:
             relations = head_relations(heads, groups, self.layout)
-            missed = [name for name in wanted if relations.get(name) != wanted[name]]
+            missed = [
+                name for name in real_relations if relations.get(name) != real_relations[name]
+            ]
             return "query heads over context ranks" in missed, len(missed)
 
         return min(candidates, key=lambda pair: (*unlike(*pair), *pair))
@@ -406,7 +422,7 @@ class Shrinking:
         return channels
 
     def _fp8_multiple(self) -> int:
-        """What sizes of operands on a rank are multiples of, so that GEMMs are in fp8."""
+        """Return the number that must divide operand sizes of a rank for fp8 GEMMs."""
         return 128 if self.config.fp8.fp8_recipe == "blockwise" else 16
 
     def _shortest_sequence(self) -> int:
@@ -435,36 +451,36 @@ class Shrinking:
         number, before = self.plan.num_microbatches, self.before.pipeline_model_parallel_size
         pp, group = self.pp, self._group_size()
         if pp == 1:
-            kept = min(number, 2)
+            count = min(number, 2)
         elif group:
-            kept = 2 * group
+            count = 2 * group
         elif number % before == 0:
-            kept = pp if number == before or pp > 2 else 2 * pp
+            count = pp if number == before or pp > 2 else 2 * pp
         else:
-            kept = min(number, pp + 1)
+            count = min(number, pp + 1)
         options = self.config.pipeline
         if options.pipeline_schedule == "dualpipev" or options.overlap_moe_expert_parallel_comm:
-            kept = max(kept, min(number, 2 * pp))
-        return kept
+            count = max(count, min(number, 2 * pp))
+        return count
 
     def _group_size(self) -> int:
-        """Micro-batches of an interleaved group: 0, or one more than the pipeline ranks."""
-        given = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
-        return 0 if given in (0, self.before.pipeline_model_parallel_size) else self.pp + 1
+        """Return micro-batches of an interleaved group: 0, or pipeline ranks plus one."""
+        group_size = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
+        return 0 if group_size in (0, self.before.pipeline_model_parallel_size) else self.pp + 1
 
 
 def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
-    """Choose which of the real layers stay, stage by stage: one or two of each stage.
+    """Return the kept layers of each stage: one or two of the real stage.
 
-    Those that stay show kinds that the stage has, first what no stage before it shows; one
-    stage alone keeps one of each kind.
+    Kept layers are of the kinds that the stage has, first of kinds that no earlier stage keeps;
+    a single stage keeps one layer of each kind.
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
     num_stages = layout.pipeline_model_parallel_size * plan.config.pipeline.num_chunks
     if num_stages != len(stages):
         end = 2 if _keeps_mtp_apart(plan, layout) else 1
-        # The stage of multi-token prediction, where it is another one, and the last.
+        # Keep the stage of multi-token prediction, if it is another one, and the last stage.
         last = (*(stage for stage in stages[:-1] if stage.has_mtp), stages[-1])
         stages = stages[: num_stages - end] + last[-end:]
     most = max(1, min(2, MOST_LAYERS // num_stages))
@@ -491,20 +507,20 @@ def _keeps_mtp_apart(plan: Plan, layout: ParallelConfig) -> bool:
 
 
 def _choose_layers(plan: Plan, stage: Stage, count: int, before: list[int]) -> list[int]:
-    """Choose layers of a stage: a window where the small run has one, kinds not seen yet."""
+    """Choose layers of a stage, with windows where the small run has them."""
     kinds, chosen, layers = layer_kinds(plan), [], list(stage.layers)
     model = plan.config.model
     skips = {"window_attn_skip_freq": _window_skip_freq(model)}
     small = replace(model, **skips, rope_skip_freq=_rope_skip_freq(model))
     while len(chosen) < min(count, len(layers)):
         position = len(before) + len(chosen)
-        wanted = is_local(small, position), is_rotated(small, position)
+        small_kind = is_local(small, position), is_rotated(small, position)
         here, earlier = ({kinds[layer] for layer in some} for some in (chosen, before))
         chosen.append(
             min(
                 (layer for layer in layers if layer not in chosen),
                 key=lambda layer: (
-                    (is_local(model, layer), is_rotated(model, layer)) != wanted,
+                    (is_local(model, layer), is_rotated(model, layer)) != small_kind,
                     kinds[layer] in here,
                     kinds[layer] in earlier,
                     layer,
@@ -526,7 +542,7 @@ def _rope_skip_freq(model: TransformerConfig) -> str:
 
 
 def _skip_freq(kinds: set[bool], given: str) -> str:
-    """Let every second layer go without where some layers do and some do not."""
+    """Return a pattern that skips every second layer if some of the real layers skip."""
     if len(kinds) == 2:
         return "2"
     return "0" if kinds == {True} or given == "0" else "1"

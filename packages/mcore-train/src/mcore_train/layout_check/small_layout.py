@@ -1,4 +1,4 @@
-"""Degrees of a small run: fewer ranks, at least two on each axis that is split. No torch."""
+"""Chooses the degrees of a small run: few ranks, but two on each split axis. No torch."""
 
 from dataclasses import replace
 from math import gcd, lcm
@@ -9,7 +9,7 @@ from mcore_train.composition import TrainConfig
 
 
 def smallest_world(config: TrainConfig) -> int:
-    """Return the fewest ranks of the layout with two or more data ranks and all instances."""
+    """Return the smallest world of a layout with two data ranks and all optimizer instances."""
     parallel = config.parallelism
     dense = (
         parallel.tensor_model_parallel_size
@@ -28,10 +28,10 @@ def smallest_world(config: TrainConfig) -> int:
 def shrink_layout(
     parallel: ParallelConfig, world_size: int, max_ranks: int
 ) -> tuple[ParallelConfig, int]:
-    """Halve degrees, data ranks first, until the world fits; none of them becomes 1.
+    """Halve degrees above 2, data ranks first, until at most ``max_ranks`` ranks are left.
 
     Raises:
-        ValueError: if the layout needs more ranks than that with all its axes split.
+        ValueError: if the layout needs more ranks to split all its axes.
     """
     tp, cp, pp = (
         parallel.tensor_model_parallel_size,
@@ -44,13 +44,13 @@ def shrink_layout(
     while (world := _product(degrees)) > max_ranks:
         name = next((n for n in degrees if degrees[n] > 2 and n == "dp"), "")
         name = name or max(degrees, key=lambda n: degrees[n])
-        least = _least_factor(degrees[name])
-        if degrees[name] // least < 2:
+        factor = _least_factor(degrees[name])
+        if degrees[name] // factor < 2:
             raise ValueError(
                 f"the layout splits over {_product(degrees)} ranks at least, two on each axis: "
                 f"give --max-ranks {world}."
             )
-        degrees[name] //= least
+        degrees[name] //= factor
     shrunk = replace(
         parallel,
         tensor_model_parallel_size=degrees["tp"],
@@ -65,7 +65,7 @@ def shrink_layout(
 
 
 def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
-    """Name the degrees above 1: ``8 ranks: tp2 pp2 dp2 sp``."""
+    """Describe a layout by its degrees above 1: ``8 ranks: tp2 pp2 dp2 sp``."""
     tp, cp, pp = (
         parallel.tensor_model_parallel_size,
         parallel.context_parallel_size,
@@ -88,31 +88,35 @@ def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
 def _shrink_experts(
     shrunk: ParallelConfig, before: ParallelConfig, world: int, world_size: int
 ) -> ParallelConfig:
-    """Choose degrees of experts and optimizer instances that the smaller world has room for.
+    """Choose degrees of experts and optimizer instances that fit the smaller world.
 
-    Where only one of the two can split, experts do. Under orders of ranks that do not end in
+    If only one of the two can be split, experts are. With orders of ranks that do not end in
     pp, only some degrees give dense and expert layers the same pipelines.
     """
     tp, outside = (
         shrunk.tensor_model_parallel_size,
         world // shrunk.pipeline_model_parallel_size,
     )
-    given = before.expert_tensor_parallel_size
-    kept = tp if given == before.tensor_model_parallel_size else gcd(given, outside)
-    expert_tp = kept if given else 0
+    real_expert_tp = before.expert_tensor_parallel_size
+    shared_degree = (
+        tp
+        if real_expert_tp == before.tensor_model_parallel_size
+        else gcd(real_expert_tp, outside)
+    )
+    expert_tp = shared_degree if real_expert_tp else 0
     room = outside // (expert_tp or tp)
     data_ranks = outside // tp
     instances = gcd(before.num_distributed_optimizer_instances, data_ranks, room)
     ep = before.expert_model_parallel_size
-    for wanted in (gcd(ep, room // instances), gcd(ep, room), *range(room, 1, -1)):
-        if room % wanted or (wanted == 1) != (ep == 1):
+    for degree in (gcd(ep, room // instances), gcd(ep, room), *range(room, 1, -1)):
+        if room % degree or (degree == 1) != (ep == 1):
             continue
         fitting = replace(
             shrunk,
             expert_tensor_parallel_size=expert_tp,
-            expert_model_parallel_size=wanted,
-            hierarchical_expert_parallel_size=_node_of(before, wanted),
-            num_distributed_optimizer_instances=gcd(instances, room // wanted),
+            expert_model_parallel_size=degree,
+            hierarchical_expert_parallel_size=_node_of(before, degree),
+            num_distributed_optimizer_instances=gcd(instances, room // degree),
         )
         if _is_layout(fitting, world):
             return fitting

@@ -1,8 +1,8 @@
-"""A small run in the place of the real one: other sizes, the same branches of the code.
+"""Builds a small run from the real one: other sizes, the same branches of the code.
 
-What the run does not use stays off, and a switch stays as it is; sizes shrink as ``shrinking``
-has it. Eight ranks then train the run on two CPU cores in seconds. Whatever differs in a
-branch is listed in ``notes``. No torch.
+Features that the run does not use stay off, and switches keep their values; ``shrinking``
+chooses the sizes. Eight ranks then train the small run on two CPU cores in seconds. Differences
+in branches are listed in ``notes``. No torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,35 +26,37 @@ from mcore_train.resolution import Plan, resolve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallRun:
-    """A run small enough to compute twice, and how it differs from the real one."""
+    """A run small enough to compute twice, and its differences from the real one."""
 
     config: TrainConfig
     family: Family
     noisy: TrainConfig | None
-    """The same with dropout, router jitter and dropped tokens, which differ between layouts by
-    design; None where the real run has none of them."""
+    """The config with dropout, router jitter and dropped tokens, which differ between layouts
+    by design; None if the real run has none of these."""
     world_size: int
     chosen: frozenset[str]
-    """Options whose values are not the real run's."""
+    """Options whose values differ from the real run's."""
     uncovered: Mapping[str, tuple[str, str]]
-    """Branches that it does not take: what decides them, in the real run and in this one."""
+    """Branches that the small run does not take: the deciding relation, in the real and the
+    small run."""
     notes: tuple[str, ...]
-    """What therefore is not checked, one line each."""
+    """Descriptions of what is not checked, one line each."""
     start: Literal["", "weights", "run"] = ""
-    """What is loaded before the first step, see ``start_kind``: a small run's own files."""
+    """Kind of checkpoint that is loaded before the first step, see ``start_kind``; made for the
+    small run."""
     loading: LoadConfig = field(default_factory=LoadConfig)
-    """How the real run loads it."""
+    """Loading options of the real run."""
 
 
 def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
-    """Shrink a run that can be resolved to at most ``max_ranks`` ranks.
+    """Return a small run of at most ``max_ranks`` ranks for the plan of a real run.
 
     Args:
         plan: of the real run.
-        max_ranks: of the small run; degrees above are halved, but none that splits vanishes.
+        max_ranks: of the small run; larger degrees are halved, but split axes stay split.
 
     Raises:
-        ValueError: if the layout needs more ranks than that with all its axes split.
+        ValueError: if the layout needs more ranks to split all its axes.
     """
     config, real = plan.config, flat(plan.config)
     layout, world_size = shrink_layout(config.parallelism, plan.world_size, max_ranks)
@@ -86,7 +88,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
 
 
 def _noise(shrunk: TrainConfig, real: Mapping[str, Any]) -> TrainConfig | None:
-    """Put back what layouts by design do not compute alike; None if the run has none of it."""
+    """Return the config with the real run's noise and capacity; None without these."""
     dropout = ("hidden_dropout", "attention_dropout", "lora_dropout")
     routing = ("moe_input_jitter_eps", "moe_expert_capacity_factor")
     noisy = dropout + (routing if real["num_experts"] else ())
@@ -100,7 +102,7 @@ def _noise(shrunk: TrainConfig, real: Mapping[str, Any]) -> TrainConfig | None:
 def _changed_switches(
     real: Mapping[str, Any], small: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
-    """Return the options among ``sizes`` that the small run has off, or at another word."""
+    """Return the options among ``sizes`` that the small run switches off or changes."""
     changed = {}
     for name in sizes:
         before, after = real[name], small[name]
@@ -122,7 +124,7 @@ BY_DESIGN = {
     "--moe-router-load-balancing-type": "the global balancing loss: what it has seen of a step "
     "before a micro-batch depends on the data ranks by design, so aux_loss is used instead",
 }
-"""Differences that a small run cannot do without, and why."""
+"""Differences of every small run, and the reasons."""
 
 
 def _notes(plan: Plan, small: Plan, uncovered: Mapping[str, tuple[str, str]]) -> Iterator[str]:

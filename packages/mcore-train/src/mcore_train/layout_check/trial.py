@@ -1,8 +1,8 @@
-"""A short training of a small model under one layout, and everything it computed.
+"""Trains a small model for a few steps under one layout, and records all results.
 
-What two layouts must agree on, as whole logical tensors: initial weights, logits, the
-gradients of the first step, its norm and losses, the weights after some steps, and what a
-checkpoint gives back. ``mcore-train verify`` and the parity tests compare these.
+Two layouts must agree, as whole logical tensors, on initial weights, logits, gradients of the
+first step with their norm and losses, weights after some steps, and the state that a checkpoint
+restores. ``mcore-train verify`` and the parity tests compare these.
 """
 
 import hashlib
@@ -43,13 +43,13 @@ VECTOR_STD = 0.2
 """Standard deviation of noise on biases and norm weights: zeros and ones hide faults."""
 
 LEAST_NUDGE = 2.0**-16
-"""Relative change of a weight. A last bit of float32 moves hardly any number of fp8, so that
-runs which differ by it may all have none of the few that a right layout has."""
+"""Least relative change of a nudged weight. A last bit of float32 changes hardly any number of
+fp8, so trials that differ by one might all round alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Everything that one layout computed; tensors are logical and whole."""
+    """Results of one layout; tensors are logical and whole."""
 
     losses: list[float]
     """Mean token loss of every step."""
@@ -62,18 +62,18 @@ class Trial:
     gradients: dict[str, Tensor]
     """Gradients of the first step, summed over ranks, before clipping."""
     updates: dict[str, Tensor]
-    """Weights after the step that is saved minus weights before."""
+    """Weights after the saved step minus initial weights."""
     initial: dict[str, Tensor]
     reported: dict[str, float] = field(default_factory=dict)
     """Numbers of the report over all steps, by name."""
     validation: dict[str, float] = field(default_factory=dict)
-    """Loss and tokens after the last step; empty where the run does not validate."""
+    """Validation loss and tokens after the last step; empty if the run does not validate."""
     saved: str = ""
-    """Fingerprint of the saved state that any layout loads; empty: nothing was saved."""
+    """Fingerprint of the saved state that any layout can load; empty: nothing was saved."""
     final: str = ""
-    """Fingerprint of all state after all steps in one go."""
+    """Fingerprint of all state after all steps without a stop."""
     resumed: str = ""
-    """Fingerprint of all state after all steps, with a stop and a resume between them."""
+    """Fingerprint of all state after all steps with a stop and a resume in between."""
 
 
 def build_run(
@@ -85,7 +85,7 @@ def build_run(
     tables: Tables | None = None,
     nudge_seed: int = 0,
 ) -> Run:
-    """Assemble a run on this rank, with weights that hide no fault.
+    """Assemble a run on this rank; noise replaces zeros and ones, which would hide faults.
 
     Args:
         plan: of a small run.
@@ -95,7 +95,8 @@ def build_run(
         tables: see ``assemble``.
         nudge_seed: see ``run_trial``.
     """
-    # So that adapters add as much as the model has: chaos would enlarge what is rounded.
+    # Scale the noise so that adapters add as much as the model computes: larger adapters
+    # would amplify rounding errors.
     adapter_std = VECTOR_STD / max(1.0, plan.config.peft.scale)
 
     def shift_vectors(weights: Mapping[str, Shard]) -> None:
@@ -104,7 +105,7 @@ def build_run(
             for piece in shard.pieces:
                 if len(shard.shape) == 1 or is_adapter(name):  # B of adapters is zero
                     before = piece.data.clone()
-                    if name.endswith(MAGNITUDE_NAME):  # lengths, which layouts round apart
+                    if name.endswith(MAGNITUDE_NAME):  # norms, which layouts round differently
                         before.fill_(1.0)
                     place = {"name": name, "shape": shard.shape, "offsets": piece.offsets}
                     fill_normal_(piece.data, seed=plan.config.run.seed + 1, std=std, **place)
@@ -156,10 +157,10 @@ def run_trial(
         rows: to train on, as many as the plan's steps take.
         dtype: of parameters and activations.
         folder: for a checkpoint; None: nothing is saved.
-        saved_step: whose weights are compared, and after which is saved; 0: the last.
-        nudge_seed: moves each weight of one rank up or down by a last bit of ``dtype``, or by
-            ``LEAST_NUDGE``, so that other numbers are rounded; 0: none.
-        start: what the run loads before its first step; None: nothing.
+        saved_step: step after which weights are compared and saved; 0: the last.
+        nudge_seed: changes each weight of one rank by a last bit of ``dtype``, or by
+            ``LEAST_NUDGE``, so that numbers round differently; 0: no change.
+        start: checkpoint that the run loads before its first step; None: none.
     """
     saved_step = saved_step or plan.train_iters
     if folder is not None:
@@ -188,27 +189,27 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     )
     gradients: dict[str, Tensor] = {}
 
-    def look() -> None:
-        found = gather_logical(run.data_parallel.grad_shards(), ctx.world)
-        gradients.update({name: gradient * unscale for name, gradient in found.items()})
+    def keep_gradients() -> None:
+        summed = gather_logical(run.data_parallel.grad_shards(), ctx.world)
+        gradients.update({name: gradient * unscale for name, gradient in summed.items()})
 
     if run.recorder is not None:
-        backward(run, first)  # the pass before recording; what is compared is of the graph
+        backward(run, first)  # warm-up, so that the compared step replays the graph
     interval = Interval(run)
-    result = one_step(run, iter([first]), look)
+    result = one_step(run, iter([first]), keep_gradients)
     interval.add(result)
-    each = [_mean_loss(run, result)]
+    step_losses = [_mean_loss(run, result)]
     while run.progress.iteration < saved_step:
-        each.append(train_one(run, next(batches), interval))
+        step_losses.append(train_one(run, next(batches), interval))
     after = whole_weights(run)
     saved = ""
     if folder is not None:
-        save_run(run)  # which gathers weights in full that were gathered in fp8
+        save_run(run)  # also gathers weights in full that were gathered in fp8
         saved = fingerprint(run, with_loss_scale=False)
     while run.progress.iteration < plan.train_iters:
-        each.append(train_one(run, next(batches), interval))
+        step_losses.append(train_one(run, next(batches), interval))
     return Trial(
-        losses=each,
+        losses=step_losses,
         aux_loss=sum_over(result.aux_loss, ctx),
         grad_norm=float(result.grad_norm),
         logits=logits,
@@ -229,7 +230,7 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
 
     Args:
         run: changed in place.
-        rows: what it trains on.
+        rows: to train on.
         folder: for the checkpoint.
     """
     config = replace(run.plan.config, saving=SaveConfig(save=str(folder)))
@@ -246,10 +247,10 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
 def _continue(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path
 ) -> str:
-    """Load into a run of another seed, train to the end; return the fingerprint."""
-    other = replace(plan.config.run, seed=plan.config.run.seed + 7)
+    """Resume a checkpoint in a run of another seed; return the fingerprint at the end."""
+    other_run = replace(plan.config.run, seed=plan.config.run.seed + 7)
     run = build_run(
-        replace(plan, config=replace(plan.config, run=other)), ctx, rows, dtype=dtype
+        replace(plan, config=replace(plan.config, run=other_run)), ctx, rows, dtype=dtype
     )
     run = load_folder(replace(run, plan=plan), folder)
     batches = train_batches(run)
@@ -294,23 +295,23 @@ def sum_over(number: Tensor, ctx: ParallelContext) -> float:
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Gather the whole model, by logical name."""
-    found = run.data_parallel.weight_shards()
+    shards = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
-    return gather_logical(found, run.ctx.world)
+    return gather_logical(shards, run.ctx.world)
 
 
 def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool = True) -> str:
-    """Hash all state that a run continues with; equal under any layout. All ranks call it.
+    """Return a hash of a run's state, equal under any layout; all ranks call it together.
 
-    Weights, main weights and moments, fp8 histories, the loss scale, and the counts of steps,
-    samples and updates.
+    The state is weights, main weights and moments, fp8 histories, the loss scale, and the
+    counts of steps, samples and updates.
 
     Args:
-        run: whose steps are all done.
-        with_streams: hash the random streams too, which only the same layout continues, and the
-            optimizer's state once more as each rank holds it: a state that a checkpoint lacks
-            is missing in its list of names too.
-        with_loss_scale: hash the loss scale, which only another fp16 run continues.
+        run: between two steps.
+        with_streams: also hash the random streams, which only the same layout restores, and the
+            optimizer's state as each rank holds it, which includes state that checkpoints might
+            lack.
+        with_loss_scale: also hash the loss scale, which only fp16 runs have.
     """
     shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
     state = gather_logical(shards | (rng_shards(run) if with_streams else {}), run.ctx.world)
@@ -329,11 +330,11 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
         digest.update(name.encode())
         digest.update(state[name].flatten().contiguous().view(torch.uint8).numpy().tobytes())
     if with_streams:
-        own = hashlib.sha256()
+        rank_digest = hashlib.sha256()
         for name, tensor in run.optimizer.own_state():
-            own.update(name.encode())
-            own.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        digest.update(repr(gather_json(own.hexdigest(), run.ctx.world)).encode())
+            rank_digest.update(name.encode())
+            rank_digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(repr(gather_json(rank_digest.hexdigest(), run.ctx.world)).encode())
     return digest.hexdigest()
 
 
@@ -348,8 +349,8 @@ def save_start(
         rows: for its step.
         dtype: of parameters.
         folder: for the files.
-        kind: ``weights``: a model without adapters; ``run``: all state after one step, of
-            adapters beside such a model.
+        kind: ``weights``: a model without adapters; ``run``: all state after one step, with
+            adapters on such a model.
     """
     config = plan.config
     run = replace(config.run, seed=config.run.seed + 11)
@@ -360,8 +361,8 @@ def save_start(
         save_run(build_run(replace(plan, config=plain), ctx, rows, dtype=dtype))
     if kind == "weights":
         return start
-    other = replace(plan, config=replace(config, run=run))
-    trained = build_run(other, ctx, rows, dtype=dtype)
+    other_plan = replace(plan, config=replace(config, run=run))
+    trained = build_run(other_plan, ctx, rows, dtype=dtype)
     trained = replace(trained, plan=replace(plan, config=replace(config, saving=steps)))
     if config.peft.peft != "none":
         trained = load_start(trained, start)
@@ -371,7 +372,7 @@ def save_start(
 
 
 def load_folder(run: Run, folder: Path) -> Run:
-    """Load the latest checkpoint of a folder into a run, under whatever layout it was saved."""
+    """Load the latest checkpoint of a folder into a run, saved under any layout."""
     return load_start(run, LoadConfig(load=str(folder)))
 
 
@@ -385,9 +386,9 @@ def load_start(run: Run, start: LoadConfig) -> Run:
 
 
 def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
-    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
+    """Return this rank's shards of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
 
-    All ranks call it together; those without the last stage hold none of it.
+    All ranks call it together; ranks without the last stage return no shards.
     """
     ctx, V = run.ctx, run.plan.vocab_size
     shards: dict[str, Shard] = {}
@@ -397,17 +398,17 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
         v = logits.shape[-1]
         begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
         num_tokens, num_rows = logits.shape[:2]
-        places = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
+        positions = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
         first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
         for row in range(num_rows):
-            pieces, at = [], 0
-            for start, length in _runs_of(places):
-                part = logits[at : at + length, row, :width].clone()
+            pieces, offset = [], 0
+            for start, length in _runs_of(positions):
+                part = logits[offset : offset + length, row, :width].clone()
                 pieces.append(Piece((start, begin), (length, width), part))
-                at += length
+                offset += length
             shape = (num_tokens * ctx.cp.size, V)
-            held = tuple(pieces) if width else ()
-            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
+            own_pieces = tuple(pieces) if width else ()
+            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, own_pieces)
 
     for chunk in run.chunks:
         chunk.eval()

@@ -1,8 +1,8 @@
-"""``mcore-train verify``: compares what a layout computes with what one rank computes.
+"""Implements ``mcore-train verify``: compares a layout's results with one rank's.
 
-A small run of the run trains under its layout and on one rank: in float64, where nothing
-but the order of sums may differ, and in the run's own format. Ranks are processes of this
-host with gloo, or those that a launcher started, on its devices.
+A small run trains under the layout and on one rank: in float64, where only the order of sums
+may differ, and in the run's own format. Ranks are processes of this host with gloo, or the
+ranks that a launcher started, on its devices.
 """
 
 import logging
@@ -60,23 +60,23 @@ from mcore_train.running import joined_world
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
-"""After which the ranks of a verification are ended."""
+"""Seconds after which the ranks of a verification are ended."""
 NUM_NUDGED = 3
-"""Runs of one rank with weights a last bit off, or 2**-16 in float32, which measure the error
-of rounding in few bits."""
+"""Number of runs of one rank with weights a last bit off, or 2**-16 in float32, which measure
+the rounding error in few bits."""
 
 
 def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]) -> int:
     """Verify the layout of a command line; print the table and write the certificate.
 
-    Until the end the certificate file holds that the comparison was stopped, and after an error
-    its message.
+    Until the end the certificate file states that the comparison was stopped; after an error,
+    it holds the message.
 
     Returns:
-        0 if everything agrees, 1 if not.
+        0 if all comparisons pass, else 1.
 
     Raises:
-        ValueError: for everything that contradicts itself, before any rank starts.
+        ValueError: with all conflicts of options, before any rank starts.
     """
     world = launcher.read_environment()
     is_first = world.rank == 0
@@ -99,19 +99,21 @@ def _certify(config: Verified, command: Command) -> Certificate | None:
     """Verify on a launcher's ranks, or on ranks of this host; only rank 0 gets a result."""
     world, quiet = launcher.read_environment(), config.verification.quiet
     run = command.run
-    own = run(**{f.name: getattr(config, f.name) for f in fields(run)})
+    run_config = run(**{f.name: getattr(config, f.name) for f in fields(run)})
     if world.is_launched:
-        small = build_small_run(_plan(own, world.world_size, command.family), world.world_size)
+        small = build_small_run(
+            _plan(run_config, world.world_size, command.family), world.world_size
+        )
         return verify_in_world(small, quiet=quiet)
-    world_size = own.launch.nproc or smallest_world(own)
+    world_size = run_config.launch.nproc or smallest_world(run_config)
     try:
-        plan = _plan(own, world_size, command.family)
+        plan = _plan(run_config, world_size, command.family)
     except ValueError as error:
-        if own.launch.nproc:
+        if run_config.launch.nproc:
             raise
         raise ValueError(
-            f"{error}\nThis holds for {world_size} ranks, the fewest of this layout: give the "
-            "run's own number by --nproc."
+            f"{error}\nThis is for {world_size} ranks, the fewest of this layout: give the "
+            "run's number of ranks by --nproc."
         ) from error
     return verify_here(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
 
@@ -124,10 +126,10 @@ def check_verified(config: Verified, command: Command) -> None:
 
 
 def conclude(certificate: Certificate, file: str = "", *, quiet: bool = False) -> int:
-    """Print a certificate, in full or only what failed, and write it as JSON into a file.
+    """Print a certificate, in full or only failures, and write it as JSON into a file.
 
     Returns:
-        What the command exits with: 0 if everything agrees, else 1.
+        Exit code of the command: 0 if all comparisons pass, else 1.
     """
     _write(certificate, file)
     log.info("%s", draw(certificate, quiet=quiet))
@@ -141,14 +143,14 @@ def _write(certificate: Certificate, file: str) -> None:
 
 
 def _stopped(why: str) -> Certificate:
-    """Return the certificate of a comparison that did not come to its end."""
+    """Return the certificate of a comparison that did not finish."""
     return Certificate(
         layout="", dtype="", lines=(), unchecked=("everything",), seconds=0.0, stopped=why
     )
 
 
 def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
-    """Resolve the real run, with one step and a rate of 1 where flags give neither."""
+    """Resolve the real run, with defaults of one step and a learning rate of 1."""
     batch, optimizer = config.batch, config.optimizer
     if not batch.train_iters and not batch.train_samples:
         config = replace(config, batch=replace(batch, train_iters=1))
@@ -207,11 +209,12 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
 
 
 def alone(plan: Plan) -> Plan:
-    """Return the plan of the same training on one rank, computed plainly: no axis is split.
+    """Return the plan of the same training on one rank, without optimized paths.
 
-    Nothing is recomputed, offloaded, overlapped, recorded as a graph or cut in parts, so that
-    a fault of these is the layout's alone. Micro-batches keep their size, since experts are
-    balanced over each of them; ``shared_options`` names the other options that are kept.
+    Nothing is recomputed, offloaded, overlapped, recorded as a graph or split, so that faults
+    of these features appear only in the layout's results. Micro-batches keep their size, since
+    experts are balanced over each of them; ``shared_options`` lists the other options that are
+    kept.
     """
     config = plan.config
     experts = config.experts
@@ -223,7 +226,7 @@ def alone(plan: Plan) -> Plan:
             moe_split_batch_overlap=False,
             moe_wgrad_micro_batches=1,
             moe_expert_rows_limit=0.0,
-            # Rows in fp8 are multiplied by that GEMM alone.
+            # Only the grouped GEMM multiplies rows in fp8.
             moe_grouped_gemm=bool(experts.moe_experts_dtype),
         )
     config = replace(
@@ -248,17 +251,19 @@ def alone(plan: Plan) -> Plan:
         batch=replace(config.batch, global_batch_size=plan.global_batch_size),
         run=replace(config.run, cuda_graph_impl="none", cuda_graph_warmup_steps=3),
     )
-    lone = resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
-    return replace(lone, train_iters=plan.train_iters)
+    lone_plan = resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
+    return replace(lone_plan, train_iters=plan.train_iters)
 
 
 def shared_options(plan: Plan, small: SmallRun) -> str:
-    """List what the one rank computes by the same options as the layout, in one line."""
+    """Return a line of the options that the one rank shares with the layout."""
     config = alone(plan).config
     number, topk = config.experts.num_experts, config.experts.moe_router_topk
-    # One expert a token trains a router only if the softmax comes first.
-    before = number > 0 and topk == 1
-    experts = MoEConfig(num_experts=number, moe_router_topk=topk, moe_router_pre_softmax=before)
+    # With one expert per token, a router is trained only if the softmax comes first.
+    softmax_first = number > 0 and topk == 1
+    experts = MoEConfig(
+        num_experts=number, moe_router_topk=topk, moe_router_pre_softmax=softmax_first
+    )
     usual = flat(type(config)(model=config.model, experts=experts))
     options = [
         flag(name) if not isinstance(value, str) else f"{flag(name)} {value}"
@@ -307,16 +312,18 @@ def _compare(
         lines.append(_reread(exact, oracle_plan, single, folder / "exact", torch.float64))
         few_bits = bool(plan.config.fp8.fp8_format or plan.config.experts.moe_dispatch_dtype)
         lone_plan = replace(alone(plan), train_iters=1 + (small.start == "run"))
-        lone = [run_trial(lone_plan, single, rows, dtype=dtype, start=starts[1])]
-        # One rank may be lucky: few numbers near the middle of two, no token near two experts.
+        lone_trials = [run_trial(lone_plan, single, rows, dtype=dtype, start=starts[1])]
+        # A single run of one rank may happen to have few numbers near a rounding border.
         for seed in range(1, 1 + NUM_NUDGED * few_bits):
             nudged = run_trial(
                 lone_plan, single, rows, dtype=dtype, nudge_seed=seed, start=starts[1]
             )
-            lone.append(nudged)
-        own = compare_rounded(rounded, lone, oracle, BANDS[dtype], few_bits=few_bits)
-        own.append(_reread(rounded, alone(plan), single, folder / "rounded", dtype))
-        lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in own]
+            lone_trials.append(nudged)
+        rounded_lines = compare_rounded(
+            rounded, lone_trials, oracle, BANDS[dtype], few_bits=few_bits
+        )
+        rounded_lines.append(_reread(rounded, alone(plan), single, folder / "rounded", dtype))
+        lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in rounded_lines]
         certificate = Certificate(
             layout=describe_layout(small.config.parallelism, small.world_size),
             dtype=f"float64 and {plan.dtype}",
@@ -325,14 +332,14 @@ def _compare(
             seconds=time.monotonic() - started_s,
             shared=shared_options(plan, small),
         )
-    _of_first("", ctx)  # The folder must outlive the reading of it.
+    _of_first("", ctx)  # wait: rank 0 still reads the folder
     return certificate
 
 
 def _try_noise(
     small: SmallRun, ctx: ParallelContext, rows: AnyRows, folder: Path
 ) -> list[Line]:
-    """Check which ranks share random numbers, and that a resumed run draws the same ones."""
+    """Check which ranks share random numbers, and that a resumed run draws the same numbers."""
     if small.noisy is None:
         return []
     plan = _in_float64(resolve(small.noisy, small.world_size, family=small.family))
@@ -376,7 +383,7 @@ def _save_start(
     dtype: torch.dtype,
     folder: Path,
 ) -> LoadConfig | None:
-    """Save on one rank the checkpoint that the run begins from; None: from its seed."""
+    """Save the initial checkpoint of a small run on one rank; None: it starts from its seed."""
     if not small.start:
         return None
     start = None
@@ -392,7 +399,7 @@ def _save_start(
 def _with_cut_rows(
     plan: Plan, ctx: ParallelContext, rows: AnyRows
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Choose buckets whose shard borders cut rows; name the tensors that none of them cuts."""
+    """Choose buckets whose shard borders cut rows; note tensors that no border cuts."""
     if not has_flat_shards(plan):
         is_whole = plan.config.data_parallelism.is_fully_sharded
         note = "shard borders inside a row: there are none, in the run neither (whole rows)"
@@ -410,7 +417,7 @@ def _with_cut_rows(
 
 
 def _in_float64(plan: Plan) -> Plan:
-    """Return the plan without fp8, bfloat16 and fp16, so that all parts compute in float64."""
+    """Return the plan without fp8 and 16-bit formats, so that all parts compute in float64."""
     plan = _with_wide_gathers(_with_any_kernels(plan))
     experts = replace(plan.config.experts, moe_router_dtype="")
     return replace(plan, config=replace(plan.config, experts=experts))
@@ -422,7 +429,7 @@ def _by_plain_torch(plan: Plan) -> Plan:
 
 
 def _with_any_kernels(plan: Plan) -> Plan:
-    """Return the plan with any attention backend: named ones take no float64 and no CPU."""
+    """Return the plan with any attention backend: others lack float64 or the CPU."""
     kernels = replace(plan.config.kernels, attention_backend="auto")
     return replace(plan, config=replace(plan.config, kernels=kernels))
 
@@ -430,7 +437,7 @@ def _with_any_kernels(plan: Plan) -> Plan:
 def _reread(
     trial: Trial, plan: Plan, single: ParallelContext, folder: Path, dtype: torch.dtype
 ) -> Line:
-    """Compare the layout's checkpoint, loaded on one rank, with the saved state, bit by bit."""
+    """Compare the layout's checkpoint, loaded on one rank, with its saved state."""
     run = load_folder(build_run(plan, single, build_rows(plan), dtype=dtype), folder)
     return _exact_line(
         "checkpoint on one rank", fingerprint(run, with_loss_scale=False) != trial.saved

@@ -1,1 +1,1 @@
-"""What a run minimizes: pretraining, fine-tuning, preferences, distillation, rewards."""
+"""Objectives of a run: pretraining, fine-tuning, preferences, distillation, rewards."""

@@ -1,4 +1,4 @@
-"""Options of objectives: which one a run has, its frozen model, and its coefficients."""
+"""Options of objectives: the objective, its frozen model, and its coefficients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,23 +25,24 @@ DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "grpo": {"dataloader_type": "external"},
     }
 )
-"""Options that an objective turns on: the kind of its data."""
+"""Options that an objective turns on for its kind of data."""
 
 _PACKING = (
     *("sft", "preferences"),
     *("reset_attention_mask", "dataloader_inter_document_masking"),
 )
-"""Options by which rows hold several documents."""
+"""Options that put several documents into a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig(Options):
-    """What a run minimizes, and the frozen model that it compares with."""
+    """Objective of a run, and the frozen model that it compares with."""
 
     objective: str = "pretrain"
-    """pretrain: cross-entropy of every token; sft: of the assistant's tokens in chats; dpo:
-    direct preference optimization; distill: a teacher's distribution; grpo: rewards of texts
-    that the model writes. Or a class of your own, module:Class or FILE.py:Class."""
+    """Loss to minimize. pretrain: cross-entropy of every token; sft: of the assistant's tokens
+    in chats; dpo: direct preference optimization; distill: divergence from a teacher's
+    distribution; grpo: group relative policy optimization, with rewards of texts that the model
+    writes. Or a class of your own, module:Class or FILE.py:Class."""
     reference_model: str = option(
         "",
         needs=(
@@ -52,10 +53,10 @@ class ObjectiveConfig(Options):
             ),
         ),
     )
-    """Folder of the frozen model: the reference of dpo and grpo, the teacher of distill; a run
-    folder or a Hugging Face folder, of any depth and width and the same vocabulary. Empty with
-    dpo and grpo: the model with its adapters off (--peft), else the weights that the run starts
-    from."""
+    """Folder of the frozen model, which is the reference of dpo and grpo and the teacher of
+    distill: a run folder or a Hugging Face folder, of any depth and width and the same
+    vocabulary. Empty with dpo and grpo: the model with its adapters off (--peft), or else the
+    weights that the run starts from."""
     reference_cache: str = option(
         "",
         needs=(
@@ -66,8 +67,8 @@ class ObjectiveConfig(Options):
             ),
         ),
     )
-    """Folder with what the frozen model computes for each sample, written by mcore-train
-    reference with the same options; the run then holds no frozen model."""
+    """Folder with the stored results of the frozen model for each sample, written by
+    mcore-train reference with the same options; the run then holds no frozen model."""
 
     rules = (
         Rule(
@@ -76,8 +77,8 @@ class ObjectiveConfig(Options):
                 v.reference_cache
                 and (v.data_mixture_path or v.multiple_validation_sets or v.has_batch_sizes)
             ),
-            "--reference-cache stores the samples of one order: leave --data-mixture-path, "
-            "--multiple-validation-sets and changing batch sizes out.",
+            "--reference-cache stores samples in a fixed order: leave out --data-mixture-path, "
+            "--multiple-validation-sets and changing batch sizes.",
         ),
         Rule(
             ("objective",),
@@ -89,7 +90,7 @@ class ObjectiveConfig(Options):
         Rule(
             ("objective", "mtp_num_layers"),
             lambda v: v.objective not in ("pretrain", "sft") and v.mtp_num_layers,
-            "--objective {objective} scores the next token alone: leave --mtp-num-layers out.",
+            "--objective {objective} scores only the next token: leave --mtp-num-layers out.",
         ),
         Rule(
             ("objective", "cuda_graph_impl"),
@@ -133,7 +134,7 @@ class DPOConfig(Options):
     part_of: ClassVar = {"objective": "dpo"}
 
     dpo_beta: float = option(0.1, above=0)
-    """Strength with which the reference model holds the trained one back."""
+    """Strength with which the trained model is kept close to the reference model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +144,13 @@ class DistillationConfig(Options):
     part_of: ClassVar = {"objective": "distill"}
 
     distill_temperature: float = option(1.0, above=0)
-    """Divides the logits of both models; the loss is multiplied by its square."""
+    """Divisor of the logits of both models; the loss is multiplied by its square."""
     distill_weight: float = option(1.0, above=0, maximum=1)
-    """Share of the divergence from the teacher in the loss; the rest is the cross-entropy of
+    """Weight of the divergence from the teacher in the loss; the rest is the cross-entropy of
     the data."""
     distill_top_k: int = option(0, minimum=0)
-    """Compare the teacher's k most probable tokens and the sum of all others, instead of the
-    whole vocabulary; 0: the whole. --reference-cache stores these."""
+    """Compare only the teacher's k most probable tokens and the sum of all others, instead of
+    the whole vocabulary; 0: the whole vocabulary. --reference-cache stores these tokens."""
 
     rules = (
         Rule(
@@ -168,24 +169,23 @@ class GRPOConfig(Options):
     part_of: ClassVar = {"objective": "grpo"}
 
     prompts: str = ""
-    """JSONL file; each line has a prompt, and whatever else the reward reads."""
+    """JSONL file; each line has the key prompt, and any other keys that the reward reads."""
     reward: str = ""
-    """module:function or FILE.py:function, called with a prompt, a completion and the prompt's
-    record; returns a number."""
+    """Reward function, module:function or FILE.py:function. It is called with a prompt, a
+    completion and the prompt's record, and returns a number."""
     grpo_group_size: int = option(8, minimum=2)
-    """Texts that the model writes for each prompt; divides --global-batch-size. Megatron's
+    """Texts that the model writes for each prompt; must divide --global-batch-size. Megatron's
     default: 2."""
     grpo_iterations: int = option(1, minimum=1)
     """Steps on the same texts before new ones are written. Megatron's default: 2."""
     grpo_max_tokens: int = option(128, minimum=1)
-    """Most tokens of a text."""
+    """Largest number of tokens of a text."""
     grpo_temperature: float = option(1.0, above=0)
-    """Temperature at which the texts are written."""
+    """Sampling temperature of the texts."""
     grpo_clamp_eps_lower: float = option(0.2, above=0, below=1)
-    """Largest fall below 1 of a token's probability ratio that the loss rewards. Megatron's
-    default: 0.01."""
+    """Clipping range of a token's probability ratio below 1. Megatron's default: 0.01."""
     grpo_clamp_eps_upper: float = option(0.2, above=0)
-    """Largest rise above 1 of the ratio that the loss rewards. Megatron's default: 0.01."""
+    """Clipping range of the ratio above 1. Megatron's default: 0.01."""
     grpo_kl_beta: float = option(0.04, minimum=0)
     """Coefficient of the divergence from the reference model; 0: no reference model. Megatron's
     default: 0.001."""
@@ -211,8 +211,8 @@ class GRPOConfig(Options):
         Rule(
             ("objective", "spike_policy"),
             lambda v: v.objective == "grpo" and v.spike_policy == "rewind",
-            "--spike-policy rewind would train weights of an earlier step on texts that later "
-            "weights have written: use skip or stop with --objective grpo.",
+            "--spike-policy rewind would train weights of an earlier step on texts of later "
+            "weights: use skip or stop with --objective grpo.",
         ),
         Rule(
             ("grpo_max_tokens", "seq_length"),

@@ -1,10 +1,10 @@
-"""Distillation: the student's distribution of each token follows a frozen teacher's.
+"""Distillation: trains a student to follow the distributions of a frozen teacher.
 
-The loss is ``w t^2 KL(teacher || student) + (1 - w) cross-entropy``, both at temperature t in
-the divergence, over a vocabulary that stays split over the tensor ranks. With
-``--distill-top-k`` the teacher's k most probable tokens are compared, and the sum of all other
-tokens as one more class: a lower bound of the divergence, exact if k is the vocabulary, and
-small enough to be stored with the data.
+The loss is ``w t^2 KL(teacher || student) + (1 - w) cross-entropy``, where the divergence
+compares both models at temperature t, over a vocabulary that stays split over the tensor ranks.
+With ``--distill-top-k`` the teacher's k most probable tokens are compared, and the sum of all
+other tokens as one more class: a lower bound of the divergence, exact if k is the vocabulary,
+and small enough to be stored with the data.
 
 Reference:
     Hinton et al. 2015, Distilling the Knowledge in a Neural Network. arXiv:1503.02531.
@@ -27,7 +27,7 @@ from mcore_parallel.tensor_parallel.distributions import (
 from mcore_train.objectives.objective import Objective
 
 TEACHER_HIDDEN = "teacher_hidden"
-"""Entry ``[B, s, D]``: the teacher's last hidden states, as its head takes them."""
+"""Entry ``[B, s, D]``: the teacher's last hidden states, the input of its head."""
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """Entries ``[B, S, k]``: the teacher's most probable tokens, and their log-probabilities."""
 LOSS = "distillation loss"
@@ -38,7 +38,7 @@ class Distillation(Objective):
 
     @property
     def has_reference(self) -> bool:
-        """The teacher is the frozen model."""
+        """True: the frozen model is the teacher."""
         return True
 
     @property
@@ -49,7 +49,7 @@ class Distillation(Objective):
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Return both losses; that of the data is a metric if its share is 0."""
+        """Return both losses; the loss of the data is a metric if its weight is 0."""
         weight = self.config.distillation.distill_weight
         return {LM_LOSS: 1.0 - weight, LOSS: weight}
 
@@ -122,7 +122,7 @@ class Distillation(Objective):
         ids: Int[Tensor, "S B k"],
         log_p: Float[Tensor, "S B k"],
     ) -> Float[Tensor, "S B"]:
-        """Return the divergence of the teacher's top tokens and of all others together."""
+        """Return the divergence over the teacher's top tokens and the sum of all others."""
         log_q = vocab_parallel_log_probs(
             logits,
             ids,
@@ -137,6 +137,6 @@ class Distillation(Objective):
 
 
 def _rest(log_probs: Float[Tensor, "*T k"]) -> Float[Tensor, "*T"]:
-    """Return the probability of all tokens that are not listed, at least rounding's size."""
+    """Return the probability of all other tokens, at least the rounding error."""
     smallest = torch.finfo(log_probs.dtype).eps
     return (1.0 - log_probs.exp().sum(-1)).clamp(min=smallest)

@@ -1,4 +1,4 @@
-"""Direct preference optimization: raise the chosen answer's probability over the rejected's.
+"""Direct preference optimization: prefers the chosen answer of a pair to the rejected one.
 
 With the log-probabilities of the answers' tokens summed over each answer, by the model and by
 the frozen reference, the reward of an answer is ``beta (log p - log p_reference)`` and the loss
@@ -28,7 +28,7 @@ from mcore_train.objectives.objective import (
 
 
 class DPO(AnswerObjective):
-    """Loss of packed pairs of answers, and the rewards of both."""
+    """Loss of packed pairs of answers, with the rewards of both as metrics."""
 
     loss_name = "dpo loss"
     metrics = (
@@ -39,16 +39,16 @@ class DPO(AnswerObjective):
 
     @property
     def has_reference(self) -> bool:
-        """The reference is the frozen model."""
+        """True: the frozen model is the reference."""
         return True
 
     @property
     def stored_entries(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """One number for each token."""
+        """One float32 number for each token."""
         return {REFERENCE_LOG_PROBS: ("float32", ())}
 
     def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
-        """Return 1 at one token of each pair: the step is averaged over pairs."""
+        """Return a mask with 1 at one token of each pair, for means over pairs."""
         return dict.fromkeys(self.coefficients, batch[PAIR_MASK])
 
     def unreduced_losses(
@@ -62,29 +62,31 @@ class DPO(AnswerObjective):
         reference = self._sums(batch[REFERENCE_LOG_PROBS].to(log_probs.dtype), ids)
         rewards = beta * (log_probs - reference)
         margins = rewards[..., 0] - rewards[..., 1]
-        plain = rewards.detach()
-        found = {
+        detached_rewards = rewards.detach()
+        pair_losses = {
             self.loss_name: -F.logsigmoid(margins),
-            "rewards/chosen": plain[..., 0],
-            "rewards/rejected": plain[..., 1],
+            "rewards/chosen": detached_rewards[..., 0],
+            "rewards/rejected": detached_rewards[..., 1],
             "rewards/margins": margins.detach(),
-            "rewards/accuracies": (plain[..., 0] > plain[..., 1]).to(plain.dtype),
+            "rewards/accuracies": (detached_rewards[..., 0] > detached_rewards[..., 1]).to(
+                detached_rewards.dtype
+            ),
             "logps/chosen": log_probs[..., 0].detach(),
             "logps/rejected": log_probs[..., 1].detach(),
         }
         pair = ids // 2  # answers 2i and 2i + 1 of a row are its pair i
-        return {name: value.gather(1, pair) for name, value in found.items()}
+        return {name: value.gather(1, pair) for name, value in pair_losses.items()}
 
     def _sums(
         self, log_probs: Float[Tensor, "B s"], ids: Int[Tensor, "B s"]
     ) -> Float[Tensor, "B P 2"]:
-        """Sum the tokens of each answer of a row over all context ranks.
+        """Return the sum of log-probabilities of each answer; all-reduces over context ranks.
 
-        A pair's loss counts on the one rank that holds its mask, so that backward sums the
-        gradients of the ranks too.
+        A pair's loss counts only on the rank that holds its mask, so backward also sums the
+        gradients over context ranks.
         """
         cp = self.ctx.cp
-        # An answer has a token or more: a row has no more answers than tokens.
+        # Every answer has a token, so tokens bound the number of answers of a row.
         num_answers = 2 * -(-ids.shape[1] * cp.size // 2)
         sums = log_probs.new_zeros(len(ids), num_answers).scatter_add(1, ids, log_probs)
         sums = copy_to(reduce_from(sums, cp), cp)

@@ -1,4 +1,4 @@
-"""Group relative policy optimization: raise the probability of texts with a high reward.
+"""Group relative policy optimization: prefers texts with a high reward in their group.
 
 Each step begins with texts that the model writes, a group for each prompt. A text's advantage
 is its reward relative to its group. With ``r`` the ratio of a token's probability to that when
@@ -48,7 +48,7 @@ class GRPO(AnswerObjective):
         return self.config.grpo.grpo_kl_beta > 0
 
     def masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "B S"]]:
-        """Return 1 over the length of each token's text: a text's mask sums to 1."""
+        """Return 1 / length for each token of a text, so that the mask of a text sums to 1."""
         return dict.fromkeys(self.coefficients, batch[TOKEN_SHARES])
 
     def unreduced_losses(
@@ -57,7 +57,7 @@ class GRPO(AnswerObjective):
         """Return the loss and metrics of every token; no communication over data ranks."""
         options, advantages = self.config.grpo, batch[ADVANTAGES]
         log_probs = answer_log_probs(self.model, output, batch)
-        # The first update of new texts has the weights that wrote them.
+        # Without stored probabilities, the texts were written by the current weights.
         is_stored = OLD_LOG_PROBS in batch.entries
         old = batch[OLD_LOG_PROBS] if is_stored else log_probs.detach()
         ratio = (log_probs - old).exp()

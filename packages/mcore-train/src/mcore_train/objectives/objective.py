@@ -1,9 +1,10 @@
-"""The seam of objectives: what is a batch, what is its loss, how is it averaged and logged.
+"""Base class of objectives: defines batches, losses, their averages and metrics.
 
 A run holds one ``Objective``. Each of its losses is a sum over the entries of a mask: the mask
 times the loss, divided by the mask's sum over all micro-batches, data and context ranks of the
-step. That one rule makes every split of a batch give the same gradient. ``Objective`` itself is
-pretraining: the losses of the model. docs/objectives.md shows how to write an objective.
+step. With this rule the gradient does not depend on how the batch is split. ``Objective``
+itself is pretraining, with the losses of the model. docs/objectives.md shows how to write an
+objective.
 """
 
 import importlib
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mcore_train.assembly import Run
 
 REFERENCE_LOG_PROBS = "reference_log_probs"
-"""Entry ``[B, S]``: the reference's log-probability of each token of an answer, else 0."""
+"""Entry ``[B, S]``: the reference's log-probability of each token of an answer; 0 elsewhere."""
 
 
 class Objective:
@@ -38,7 +39,7 @@ class Objective:
         config: all options of the run.
         ctx: the layout.
         model: the trained model: its last stage on ranks that compute losses.
-        reference: the same stage of the frozen model; None where the objective has none or its
+        reference: the same stage of the frozen model; None if the objective has none or its
             results are stored. Set before the first batch.
     """
 
@@ -92,21 +93,21 @@ class Objective:
     ) -> Mapping[str, Float[Tensor, ""]]:
         """Sum each loss with weights: mask x factor / sum of the mask over the step.
 
-        A fused loss is computed here, as the model's own losses are.
+        Override this method for a fused loss; the model's own losses are fused too.
         """
         if type(self).unreduced_losses is Objective.unreduced_losses:
             return self.model.losses(output, batch, weights)
-        found = self.unreduced_losses(output, batch)
+        token_losses = self.unreduced_losses(output, batch)
         return {
             # A masked entry may be NaN, and 0 * NaN is NaN.
             name: (loss.where(weights[name] != 0, 0.0) * weights[name]).sum()
-            for name, loss in found.items()
+            for name, loss in token_losses.items()
         }
 
     def reference_entries(
         self, _output: Payload, _batch: MicroBatch, /
     ) -> Mapping[str, Tensor]:
-        """Return what the frozen model adds to a batch, ``[B, S/cp, ...]``; without gradient.
+        """Return the frozen model's entries of a batch, ``[B, S/cp, ...]``, without gradient.
 
         Args:
             _output: result of ``reference`` for the batch.
@@ -128,7 +129,7 @@ class Objective:
 
 
 class AnswerObjective(Objective):
-    """Loss of answers by their log-probabilities, and by those of a reference if it has one.
+    """Loss that depends on log-probabilities of answers, by the model and a reference.
 
     Attributes:
         loss_name: name of the loss in the log.
@@ -158,8 +159,8 @@ def token_log_probs(
 ) -> Float[Tensor, "B S"]:
     """Return the log-probability of every label, differentiable, equal on all tensor ranks.
 
-    It is the model's token loss, negated: with ``--batch-invariant-mode`` the bits of an
-    engine. The logits of the micro-batch are in memory: this rank's columns of S x B x V.
+    The result is the model's negated token loss; with ``--batch-invariant-mode`` its bits equal
+    an engine's. The micro-batch's logits are held in memory: this rank's columns of S x B x V.
 
     Args:
         model: last stage of a causal model.
@@ -181,23 +182,23 @@ def objective_class(config: TrainConfig) -> type[Objective]:
     """Import the class that ``--objective`` names; no communication.
 
     Raises:
-        ValueError: if a name of the user's own cannot be imported or is no ``Objective``.
+        ValueError: if the user's class cannot be imported or is no ``Objective``.
     """
     name = config.objective.objective
-    found = load_named(OBJECTIVES.get(name, name), "--objective")
-    if not (isinstance(found, type) and issubclass(found, Objective)):
+    loaded = load_named(OBJECTIVES.get(name, name), "--objective")
+    if not (isinstance(loaded, type) and issubclass(loaded, Objective)):
         raise ValueError(
             f"--objective {name} is not a class derived from "
             "mcore_train.objectives.objective.Objective."
         )
-    return found
+    return loaded
 
 
 def load_named(text: str, flag: str) -> Any:
     """Import an object by ``module:name`` or ``FILE.py:name``.
 
     Args:
-        text: what the user gave.
+        text: the value of the option.
         flag: the option, for errors.
 
     Raises:
@@ -220,6 +221,6 @@ def _load_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
     spec.loader.exec_module(module)
     return module

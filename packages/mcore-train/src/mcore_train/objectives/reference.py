@@ -1,8 +1,9 @@
-"""The frozen model of an objective: built, loaded, and run over a step's micro-batches.
+"""Builds, loads and runs the frozen model of an objective.
 
-Either a model of its own in the run's layout (same tensor, pipeline and context ranks; other
-depth and width), or the trained model with its adapters off. A model of its own is held whole
-by each data rank: ``--use-distributed-optimizer`` and full sharding do not shard it.
+The frozen model is either a separate model in the run's layout (same tensor, pipeline and
+context ranks; other depth and width), or the trained model with its adapters off. Each data
+rank holds a separate model whole: ``--use-distributed-optimizer`` and full sharding do not
+shard it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +39,15 @@ Entries = Callable[[Payload, MicroBatch], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model that is not trained, on the stages of this rank."""
+    """A model without training, on the stages of this rank."""
 
     chunks: Sequence[TrainableModel]
     pipeline: Pipeline
     frozen: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around a forward pass: turns the adapters of a trained model off."""
+    """Context of a forward pass, which turns the adapters of a trained model off."""
 
     def annotate(self, batches: Sequence[MicroBatch], entries: Entries) -> list[MicroBatch]:
-        """Run the model over a step's micro-batches; add its entries to each.
+        """Return the micro-batches of a step with the entries of this model added.
 
         Communicates as a forward pass; all ranks call it together.
 
@@ -74,36 +75,39 @@ class FrozenModel:
 
 
 def reference_folder(config: TrainConfig) -> Path | None:
-    """Find the checkpoint of the frozen model; None: the trained model without its adapters.
+    """Return the checkpoint of the frozen model; None: the trained model without adapters.
 
     Raises:
         ValueError: if the options name none, or the folder holds no checkpoint.
     """
     options, loading = config.objective, config.loading
-    named = options.reference_model
-    if not named and config.peft.peft != "none":
+    model_path = options.reference_model
+    if not model_path and config.peft.peft != "none":
         return None
-    if not named:
-        named = loading.pretrained_checkpoint or (loading.load if loading.finetune else "")
-        if not named:
+    if not model_path:
+        model_path = loading.pretrained_checkpoint or (loading.load if loading.finetune else "")
+        if not model_path:
             raise ValueError(
                 f"--objective {options.objective} compares with a frozen model: give its "
-                "folder by --reference-model. Left out, it is the one that the run starts "
-                "from, by --load with --finetune or by --pretrained-checkpoint."
+                "folder by --reference-model, or start the run from it by --load with "
+                "--finetune or by --pretrained-checkpoint."
             )
-    folder = find_checkpoint(named)
+    folder = find_checkpoint(model_path)
     if folder is None:
-        raise ValueError(f"--reference-model {named} holds no checkpoint.")
+        raise ValueError(
+            f"--reference-model {model_path} holds no checkpoint: give a run folder or a "
+            "Hugging Face folder."
+        )
     return folder
 
 
 def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
-    """Read the frozen model's description, and check that the run's layout can hold it.
+    """Return the frozen model's description, after a check against the run's layout.
 
     Reads the checkpoint's index; no communication.
 
     Raises:
-        ValueError: with every reason against it.
+        ValueError: with every reason why the model cannot be used.
     """
     flag, extra = f"--reference-model {folder}", checkpoint_extra(folder)
     if ADAPTER in extra:
@@ -111,7 +115,10 @@ def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
             f"{flag} holds an adapter: merge it into a whole model by mcore-ckpt convert."
         )
     if "model" not in extra:
-        raise ValueError(f"{flag} does not describe its model.")
+        raise ValueError(
+            f"{flag} does not describe its model: give a checkpoint of mcore-train, or a "
+            "Hugging Face folder."
+        )
     description = ModelDescription.from_dict(extra["model"])
     faults = []
     if description.family != plan.family.name:
@@ -135,7 +142,7 @@ def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
         faults.append(f"{flag}: {error}")
     if faults:
         raise ValueError("\n".join(faults))
-    # Columns of both heads are split alike over the tensor ranks.
+    # Pad both vocabularies alike, so that tensor ranks hold the same columns of both heads.
     divisor = plan.config.model.make_vocab_size_divisible_by
     return replace(
         description, config=replace(description.config, make_vocab_size_divisible_by=divisor)
@@ -143,7 +150,7 @@ def describe_reference(folder: Path, plan: Plan) -> ModelDescription:
 
 
 def check_reference(plan: Plan) -> None:
-    """Raise ``ValueError`` if an objective's frozen model cannot be used; reads its index."""
+    """Raise ``ValueError`` if a run's frozen model cannot be used; reads an index."""
     config, objective = plan.config, plan.config.objective.objective
     if objective in ("pretrain", "sft") or config.objective.reference_cache:
         return
@@ -220,5 +227,5 @@ def build_frozen_model(
         strictness=config.strictness,
         checksums=config.loading.load_checksums,
     )
-    own = replace(config, model=description.config, experts=description.moe)
-    return FrozenModel(frozen, Pipeline(own, ctx, frozen, dtype))
+    frozen_config = replace(config, model=description.config, experts=description.moe)
+    return FrozenModel(frozen, Pipeline(frozen_config, ctx, frozen, dtype))

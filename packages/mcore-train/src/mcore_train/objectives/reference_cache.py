@@ -1,4 +1,4 @@
-"""Stores what a frozen model computes for each sample, and reads it with the samples.
+"""Stores the results of a frozen model for each sample, and reads them with the samples.
 
 ``mcore-train reference`` runs the frozen model of a command once over the samples of its
 datasets; a run with the same data options and ``--reference-cache`` reads the results with each
@@ -42,10 +42,10 @@ _SPLITS = ("train", "valid", "test")
 
 
 class AnnotatedDataset:
-    """Map-style dataset whose samples have the stored entries too.
+    """Map-style dataset that adds stored entries to the samples of another dataset.
 
     Args:
-        dataset: without them.
+        dataset: the samples without the entries.
         entries: memory-mapped arrays by name, one row for each sample.
     """
 
@@ -84,10 +84,10 @@ def annotate_datasets(plan: Plan, built: Sequence[Any]) -> list[Any]:
         raise ValueError(
             f"{folder / _INDEX} is damaged ({error}): write it anew by mcore-train reference."
         ) from error
-    here = _description(plan, built)
+    current = _description(plan, built)
     different = [
-        f"{name}: {stored.get(name)} there, {value} here"
-        for name, value in here.items()
+        f"{name}: {stored.get(name)} in the folder, {value} here"
+        for name, value in current.items()
         if value is not None and stored.get(name) != value
     ]
     if different:
@@ -104,7 +104,7 @@ def annotate_datasets(plan: Plan, built: Sequence[Any]) -> list[Any]:
 
 
 def write_reference_cache(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
-    """Write ``--reference-cache`` by the frozen model of a run's options; returns 0.
+    """Write the folder of ``--reference-cache`` with the run's frozen model; return 0.
 
     Raises:
         ValueError: with every conflict, before any collective.
@@ -124,10 +124,10 @@ def write_reference_cache(config: TrainConfig, family: Family = GPT_FAMILY) -> i
 
 
 def write_entries(run: Run, folder: Path) -> None:
-    """Run the frozen model over all samples and store its entries; all ranks call it together.
+    """Store the frozen model's entries of all samples; all ranks call it together.
 
-    Ranks that hold different samples write different rows of the same files, so that the folder
-    must be on a file system that all of them see.
+    Ranks write different rows of the same files, so the folder must be on a file system that
+    all ranks share.
 
     Raises:
         ValueError: if the objective's entries cannot be stored.
@@ -167,7 +167,7 @@ def _write_split(run: Run, dataset: Any, count: int, folder: Path) -> None:
     files = {n: np.lib.format.open_memmap(folder / f"{n}.npy", "r+") for n in names}
     block = size * ctx.dp.size
     starts = range(ctx.dp.rank * size, count + ctx.dp.rank * size, block)
-    # The last blocks of ranks without samples of their own repeat the last sample.
+    # Ranks without samples in the last block repeat the last sample.
     samples = [[min(i, count - 1) for i in range(at, at + size)] for at in starts]
     together = run.plan.num_microbatches
     for first in range(0, len(samples), together):
@@ -189,7 +189,7 @@ def _write_split(run: Run, dataset: Any, count: int, folder: Path) -> None:
 
 
 def _sizes(plan: Plan, built: Sequence[Any]) -> dict[str, int]:
-    """Count the samples of each split that a run reads: the first ones, or all."""
+    """Return the number of samples that a run reads of each split."""
     reads_all = plan.config.data.dataloader_type == "cyclic"
     return {
         split: min(len(dataset), wanted) if wanted and not reads_all else len(dataset)
@@ -203,7 +203,7 @@ def _meet(run: Run) -> None:
 
 
 def _description(plan: Plan, built: Sequence[Any]) -> dict[str, Any]:
-    """Describe samples, objective and frozen model; None: a run with the cache has no value."""
+    """Describe samples, objective and frozen model; None: values that are not compared."""
     config = plan.config
     return {
         "objective": config.objective.objective,

@@ -1,8 +1,8 @@
 """Generates texts with the model in training, scores them, and builds batches of them.
 
-All ranks write: each has an engine in a serving layout, to which ``EngineSync`` pushes the
+All ranks generate: each has an engine in a serving layout, to which ``EngineSync`` pushes the
 weights, and continues its share of the prompts. All ranks gather all texts and rewards, and
-each data rank takes its rows. ``WriteTexts`` is the seam to another engine.
+each data rank takes its rows. Another engine can be used by a function of type ``WriteTexts``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from mcore_train.objectives.objective import answer_log_probs, load_named
 
 ADVANTAGES, REWARDS, TOKEN_SHARES = "advantages", "rewards", "token_shares"
 """Entries ``[B, S]``, 0 outside of the written tokens: the text's advantage, its reward, and 1
-over its number of tokens."""
+/ (number of its tokens)."""
 OLD_LOG_PROBS = "old_log_probs"
-"""Entry ``[B, S]``: log-probabilities by the weights that wrote the texts, where they are used
-for several steps."""
+"""Entry ``[B, S]``: log-probabilities by the weights that wrote the texts; only if texts are
+used for several steps."""
 _STD_FLOOR = 1e-4
 """Added to a group's standard deviation, as trl does: a group of equal rewards has none."""
 
@@ -39,15 +39,15 @@ draws from ``seed + i``. Returns the written tokens of each prompt, equal on all
 
 
 class EngineTexts:
-    """Writes with an engine of mcore-infer on all ranks of the run.
+    """Generates texts with an engine of mcore-infer on all ranks of the run.
 
-    The engine and its weights stay between rounds; ``EngineSync`` pushes new weights to it in
-    memory, for which a second copy of them exists.
+    The engine and its weights stay in memory between rounds; ``EngineSync`` pushes new weights
+    to the engine, which needs a second copy of them.
     """
 
     def __init__(self, run: Run) -> None:
         """Build the engine in a serving layout; all ranks call it together."""
-        # These import mcore_infer.
+        # Imported here, since these modules import mcore_infer.
         from mcore_infer.generation import build_offline_engine
         from mcore_train.sample_texts import ServingCopy
         from mcore_train.weight_sync.engine_sync import EngineSync
@@ -61,7 +61,7 @@ class EngineTexts:
         self.sync = EngineSync(run.ctx.world, weights=weights, engine=self.engine)
 
     def __call__(self, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
-        """Push the weights, continue a share of the prompts on each replica, gather all."""
+        """Return the tokens that the current weights generate; gathers over the world."""
         from mcore_infer.config import SamplingConfig  # imports mcore_infer
 
         self.sync.push()
@@ -95,10 +95,10 @@ class Text:
 
 
 def rollout_steps(run: Run, write: WriteTexts | None = None) -> Iterator[list[MicroBatch]]:
-    """Write texts and yield this rank's micro-batches of the steps on them, without end.
+    """Generate texts and yield this rank's micro-batches of them, step by step, endlessly.
 
     Args:
-        run: with the weights that write; its ``progress`` selects the prompts.
+        run: its weights generate the texts; its ``progress`` selects the prompts.
         write: generates the texts; None: ``EngineTexts``.
 
     Raises:
@@ -166,7 +166,7 @@ def score_texts(
     tokenizer: Tokenizer,
     run: Run,
 ) -> list[Text]:
-    """Score each text by the user's function; all ranks call it together.
+    """Score each text by the user's function, with advantages; all ranks call it together.
 
     Every rank scores a share, so that a slow function is called once for each text.
     """
@@ -193,7 +193,7 @@ def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _micro_batches(run: Run, texts: Sequence[Text]) -> list[MicroBatch]:
-    """Place this data rank's texts, one in a row, as its micro-batches."""
+    """Return this data rank's micro-batches, with one text in each row."""
     size, dp = run.plan.config.batch.micro_batch_size, run.ctx.dp
     count = len(texts) // (size * dp.size)
     batches = []
@@ -206,7 +206,7 @@ def _micro_batches(run: Run, texts: Sequence[Text]) -> list[MicroBatch]:
 
 
 def _row(text: Text, length: int) -> dict[str, Tensor]:
-    """Make a row of a prompt and its text; no token of them attends to the zeros after it."""
+    """Return a row of a prompt and its text; the zeros after them are not attended to."""
     ids = torch.tensor(text.prompt + text.written)
     begin, end = len(text.prompt) - 1, len(ids) - 1  # positions whose labels were written
     mask = torch.zeros(length)
@@ -224,7 +224,7 @@ def _row(text: Text, length: int) -> dict[str, Tensor]:
 
 
 def _with_log_probs(run: Run, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Add the log-probabilities of the texts by the weights as they are; one forward pass."""
+    """Add the texts' log-probabilities by the current weights; one forward pass."""
     annotated = list(batches)
 
     def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:

@@ -1,1 +1,1 @@
-"""The command line, recipes and what conflicts."""
+"""Command line, recipes, Megatron's flags, and checks of whole plans."""

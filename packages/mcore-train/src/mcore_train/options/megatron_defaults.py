@@ -1,7 +1,7 @@
-"""Defaults of Megatron with which the same flags describe another model.
+"""Megatron's defaults by which the same flags describe another model than here.
 
-``--megatron-defaults`` takes all of them; the values are those of megatron_flags.toml. A
-command line in Megatron's spelling without that flag gets a line that names the missing ones.
+``--megatron-defaults`` uses all of them; the values are in megatron_flags.toml. For a command
+line in Megatron's spelling without that flag, a log line lists the defaults that differ.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ MODEL_DEFAULTS = (
 """Options of every model."""
 
 LATENT_DEFAULTS = ("kv_lora_rank", "rope_type", "rotary_scaling_factor")
-"""Options of models with latent attention, whose positions are always rotated."""
+"""Further options of models with latent attention, which always rotate positions."""
 
 _OTHER_ACTIVATIONS = ("swiglu", "quick_geglu", "squared_relu", "geglu", "exact_geglu")
 _EXACT_GELU = "--no-bias-gelu-fusion"
@@ -38,30 +38,32 @@ def defaults_not_taken(
     options = {option.name: option for option in list_options(config_type)}
     is_latent = given.get("multi_latent_attention")
     names = [*MODEL_DEFAULTS, *(LATENT_DEFAULTS if is_latent else ())]
-    theirs = {name: megatron_default(options[name]) for name in names if name in options}
+    megatron_values = {
+        name: megatron_default(options[name]) for name in names if name in options
+    }
     if is_latent:
-        theirs["rope_type"] = "yarn"  # set by Megatron's config of latent attention
-        theirs.pop("position_embedding_type", None)
+        megatron_values["rope_type"] = "yarn"  # set by Megatron's config of latent attention
+        megatron_values.pop("position_embedding_type", None)
     if given.get("fp8_format"):
-        theirs["fp8_recipe"] = "delayed"
+        megatron_values["fp8_recipe"] = "delayed"
     has_biases = given.get("add_bias_linear", True)
     has_gelu = not any(given.get(name) for name in _OTHER_ACTIVATIONS)
     if has_biases and has_gelu and _EXACT_GELU not in foreign:
-        # Its kernel of bias and GELU, on by default, computes GELU by tanh.
+        # Megatron's fused bias-and-GELU kernel, on by default, uses the tanh form.
         if "feed_forward_proj" in options:
-            theirs["feed_forward_proj"] = "gelu_tanh"
+            megatron_values["feed_forward_proj"] = "gelu_tanh"
         else:
-            theirs["openai_gelu"] = True
+            megatron_values["openai_gelu"] = True
     return {
         name: value
-        for name, value in theirs.items()
+        for name, value in megatron_values.items()
         if name not in given and name in options and options[name].default != value
     }
 
 
 def describe(missing: Mapping[str, Value]) -> str:
-    """Return the line that names the model defaults of Megatron that a run lacks."""
+    """Return the log line that lists Megatron's model defaults that a run does not use."""
     return (
-        f"Megatron's defaults that this run does not take: {' '.join(to_flags(missing))}. Give "
+        f"Megatron's defaults that this run does not use: {' '.join(to_flags(missing))}. Give "
         "--megatron-defaults to take all of them, or the flags themselves."
     )

@@ -1,4 +1,4 @@
-"""Megatron's options, and the translation of a command line that has them into our flags.
+"""Table of Megatron's options, and translation of a command line into our own flags.
 
 megatron_flags.toml has a row for every option of megatron-core's parser: its meaning, its
 default and what happens to it here. Parsing, suggestions, ``--megatron-defaults``,
@@ -27,7 +27,7 @@ from mcore_base.command_line import unknown as unknown_option
 from mcore_train.composition import TrainConfig
 
 _GROUPED = "--group-query-attention"
-"""Without it, Megatron's parser takes --num-query-groups and leaves it unused."""
+"""Flag without which Megatron's parser accepts --num-query-groups and ignores it."""
 
 _EMPTY: Mapping[type, Any] = {bool: False, int: 0, float: 0.0, tuple: ()}
 
@@ -39,35 +39,36 @@ class ForeignFlag:
     takes: int | str = "*"
     """Number of values that follow the flag, "+" or "*"."""
     default: str = ""
-    """Megatron's default as its parser prints it; "" of switches."""
+    """Megatron's default as its parser prints it; "" for switches."""
     ours: Any = None
     """Megatron's default as a value of our option, if ``default`` does not give it."""
     becomes: str = ""
-    """Our flags in its place; ``{}`` stands for its values, which are dropped without it."""
+    """Our flags that replace it; ``{}`` stands for its values, which are dropped without
+    ``{}``."""
     note: str = ""
     """Why the flag has no effect here, or a remark on what it becomes; logged once."""
     refused: str = ""
     """What to use instead of the flag."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """Our flags by those values of the flag that ours spells otherwise."""
+    """Our flags by value of the flag, for values that our option spells differently."""
     only: str = ""
-    """The one value that is taken; empty: any."""
+    """The only accepted value; empty: any value."""
     needs: str = ""
     """A flag without which this flag has no effect."""
     idle: str = ""
-    """Of an option of ours that changes no result: why the option has no effect while its
-    feature is off. The option is then noted and dropped instead of refused."""
+    """For an option of ours that changes no result: why the option has no effect while its
+    feature is off. The option is then logged and dropped instead of refused."""
     yields: bool = False
-    """Whether recipes, presets, checkpoints and all other flags win over what it becomes."""
+    """Whether recipes, presets, checkpoints and all other flags override its replacement."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Our flags in its place, without the place of its values."""
+        """Our flags that replace it, without the placeholder of its values."""
         return tuple(word for word in self.becomes.split() if word != "{}")
 
     @property
     def num_dropped(self) -> int | None:
-        """Number of values that go with the flag; None: all up to the next flag."""
+        """Number of values that are dropped with the flag; None: all up to the next flag."""
         if self.becomes.endswith("{}"):
             return 0
         return self.takes if isinstance(self.takes, int) else None
@@ -78,13 +79,13 @@ class Translation:
     """A command line in our own flags."""
 
     words: tuple[str, ...]
-    """The flags that can be read, with their values."""
+    """The accepted flags with their values."""
     defaults: tuple[str, ...] = ()
-    """Flags that every other source of options wins over."""
+    """Flags that every other source of options overrides."""
     notes: tuple[str, ...] = ()
     """One line for each foreign flag without effect."""
     foreign: frozenset[str] = field(default_factory=frozenset)
-    """The foreign flags that were given and are taken."""
+    """The foreign flags that were given and accepted."""
 
 
 @cache
@@ -105,7 +106,7 @@ def parser_flags() -> Mapping[str, ForeignFlag]:
 
 
 def all_flags() -> Mapping[str, ForeignFlag]:
-    """Return every row; names may be patterns with ``*``, of which the first match counts."""
+    """Return every row; names may be patterns with ``*``, of which the first match is used."""
     return {**_rows("parser"), **_rows("other"), **_rows("patterns")}
 
 
@@ -118,12 +119,12 @@ def find_foreign(name: str) -> ForeignFlag | None:
 
 
 def idle_reasons() -> Mapping[str, str]:
-    """Return why options have no effect while their feature is off, by flag, for noted ones."""
+    """Return, by flag, why noted options have no effect while their feature is off."""
     return {name: row.idle for name, row in parser_flags().items() if row.idle}
 
 
 def translated_names() -> set[str]:
-    """Return the foreign flags that are read as flags of ours, or noted by their exact name."""
+    """Return the foreign flags that are translated, or logged by their exact name."""
     rows = {**_rows("parser"), **_rows("other")}
     return {name for name, row in rows.items() if row.becomes or row.note}
 
@@ -132,11 +133,11 @@ def megatron_default(option: Option) -> Any:
     """Return Megatron's default of an option of ours, as a value of that option.
 
     Returns:
-        "required" where Megatron has none; None if its command line has no such option.
+        "required" if Megatron has no default; None if its command line has no such option.
     """
-    own = _table()["defaults"].get(option.name)
-    if own is not None:
-        return own
+    stated = _table()["defaults"].get(option.name)
+    if stated is not None:
+        return stated
     row = parser_flags().get(option.flag)
     if row is None:
         return True if f"--no-{option.flag[2:]}" in parser_flags() else None
@@ -154,11 +155,11 @@ def megatron_default(option: Option) -> Any:
 def translate(
     argv: Sequence[str], known: Collection[str], faults: FaultCollector
 ) -> Translation:
-    """Rewrite a command line in our own flags; add all that cannot be to ``faults``.
+    """Rewrite a command line in our own flags; add a fault for each flag that cannot be.
 
-    Faults are refused and unknown flags, foreign ones whose value is missing or not taken, and
-    flags of different names that set one option differently. Of one flag given twice, the last
-    one wins.
+    Faults are refused and unknown flags, foreign flags whose value is missing or not accepted,
+    and flags of different names that set one option differently. If one flag is given twice,
+    the last one wins.
     """
     words: list[str] = []
     defaults: list[str] = []
@@ -218,13 +219,13 @@ def translate(
         if row.note and not problem:
             notes.append(f"{name}: {row.note}.")
     if foreign and "--num-query-groups" in given and _GROUPED not in given:
-        notes.append(f"--num-query-groups: groups of queries count here without {_GROUPED}.")
+        notes.append(f"--num-query-groups: query groups take effect here without {_GROUPED}.")
     setters.check(faults)
     return Translation(tuple(words), tuple(defaults), tuple(notes), frozenset(foreign))
 
 
 def check_translation(config: TrainConfig, foreign: Collection[str]) -> None:
-    """Refuse foreign flags that Megatron refuses beside the options of a config.
+    """Refuse foreign flags that contradict the options of a config, as Megatron does.
 
     Raises:
         ValueError: with the flag and what it contradicts.
@@ -240,7 +241,7 @@ def check_translation(config: TrainConfig, foreign: Collection[str]) -> None:
 def _fault_of_values(
     name: str, row: ForeignFlag, values: list[str], given: Collection[str]
 ) -> str:
-    """Return the fault in the values of a foreign flag; "" if they have none."""
+    """Return the fault in the values of a foreign flag; empty: no fault."""
     use = f": use {row.only}." if row.only else "."
     if row.num_dropped and len(values) < row.num_dropped:
         return f"{name} needs a value{use}"
@@ -252,23 +253,24 @@ def _fault_of_values(
 
 
 class _Setters:
-    """Which flags of a command line set which option, and to what."""
+    """Records which flags of a command line set which option, and to which value."""
 
     def __init__(self, known: Collection[str]) -> None:
         self.known = known
-        self.found: dict[str, dict[str, tuple[str, str]]] = {}
+        self.setters_by_option: dict[str, dict[str, tuple[str, str]]] = {}
 
     def add(self, written: str, flag: str, values: list[str]) -> None:
-        """Note that ``written`` is on the command line and means ``flag`` with ``values``."""
+        """Record that ``written`` on the command line means ``flag`` with ``values``."""
         option = "--" + flag.removeprefix("--no-")
         option = option if option in self.known else flag
         meaning = " ".join([flag, *values])
         is_own = written == flag
         shown = meaning if is_own else f"{written} ({meaning})"
-        self.found.setdefault(option, {})[option if is_own else written] = meaning, shown
+        setters = self.setters_by_option.setdefault(option, {})
+        setters[option if is_own else written] = meaning, shown
 
     def add_all(self, written: str, words: Sequence[str], after: Sequence[str] = ()) -> None:
-        """Note all flags in ``words``; a last one without a value has those of ``after``."""
+        """Record all flags in ``words``; the last one gets ``after`` if it has no values."""
         rest = list(words)
         while rest:
             flag = rest.pop(0)
@@ -278,7 +280,7 @@ class _Setters:
 
     def check(self, faults: FaultCollector) -> None:
         """Add a fault for flags of different names that set one option differently."""
-        for option, setters in self.found.items():
+        for option, setters in self.setters_by_option.items():
             if len({meaning for meaning, _ in setters.values()}) > 1:
                 both = " and ".join(shown for _, shown in setters.values())
                 faults.add(f"{both} contradict: leave one of them out.", option)

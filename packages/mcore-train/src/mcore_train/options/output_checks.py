@@ -1,6 +1,7 @@
-"""Checks, before anything starts, that a run can be planned, timed and its outputs written.
+"""Checks that a run can be planned and its outputs written, before anything starts.
 
-No torch, so that the process that starts ranks runs them too, and once.
+Without torch: the process that starts ranks runs the checks too, so that faults are reported
+once.
 """
 
 from functools import partial
@@ -20,16 +21,17 @@ from mcore_train.resolution import Plan, build_plan
 def build_checked_plan(
     config: TrainConfig, world_size: int, family: Family, *, is_reporter: bool = True
 ) -> Plan:
-    """Derive a run's plan and check that the run can write its outputs; creates no file.
+    """Return a run's plan, after a check that its outputs can be written; creates no file.
 
     Args:
         config: of the run.
         world_size: ranks of the job.
         family: of the model.
-        is_reporter: whether this process is the one that writes the numbers of the run.
+        is_reporter: whether this process writes the numbers of the run.
 
     Raises:
-        OptionsError: (a ValueError) with every conflict and every output that is in the way.
+        OptionsError: (a ValueError) with every conflict and every output that cannot be
+            written.
     """
     faults = FaultCollector()
     plan = faults.attempt(build_plan, config, world_size, family)
@@ -56,10 +58,10 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
 
     Args:
         config: of the run.
-        is_reporter: whether this process is the one that writes the numbers of the run.
+        is_reporter: whether this process writes the numbers of the run.
 
     Raises:
-        OptionsError: (a ValueError) with each flag and what is in its way.
+        OptionsError: (a ValueError) with each flag and why its output cannot be written.
     """
     faults = FaultCollector()
     save = config.saving.save
@@ -70,7 +72,7 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
     if is_reporter and config.logging.metrics_file:
         faults.attempt(check_file, "--metrics-file", config.logging.metrics_file)
     cache = config.data.data_cache_path
-    if cache and not Path(cache).is_dir():  # one that is there may be for reading alone
+    if cache and not Path(cache).is_dir():  # an existing cache may be read-only
         faults.attempt(check_folder, "--data-cache-path", cache)
     local = config.local_saving.non_persistent_local_ckpt_dir
     for option, folder in (
@@ -83,7 +85,7 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
 
 
 def _check_earlier_run(config: TrainConfig) -> None:
-    """Refuse a new run in a folder that has one, and deletion of the step that is continued."""
+    """Refuse a new run in a used folder, and --overwrite of the checkpoint to continue from."""
     save, overwrite = config.saving.save, config.saving.overwrite
     latest = newest_step(save)
     if overwrite and loads_from_save(config):
@@ -94,13 +96,13 @@ def _check_earlier_run(config: TrainConfig) -> None:
     if latest is None or overwrite or continues_saved_run(config):
         return
     if loads_from_save(config):
-        mend = "leave out --finetune to continue it, or give another --save."
+        remedy = "leave out --finetune to continue it, or give another --save."
     else:
-        mend = (
+        remedy = (
             f"give --load {save} (or --auto-resume) to continue it, another --save, or "
             "--overwrite to delete it."
         )
     raise ValueError(
         f"--save {save} holds {latest if latest == RELEASE else f'step {latest}'} of an "
-        f"earlier run, and this one would begin anew over it: {mend}"
+        f"earlier run, which this new run would overwrite: {remedy}"
     )

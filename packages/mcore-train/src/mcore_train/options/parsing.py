@@ -1,6 +1,6 @@
-"""Turns a command line into a ``TrainConfig``, without torch.
+"""Parses a command line into a ``TrainConfig``, without torch.
 
-Sources of an option's value, each of which wins over those before it: defaults, the model of
+Sources of an option's value, each of which overrides those before it: defaults, the model of
 the checkpoint that ``--load`` names, the preset that ``--model`` names, recipes from left to
 right, flags. ``megatron_flags`` translates Megatron's flags first. All faults are collected and
 raised as one error at the end.
@@ -49,7 +49,7 @@ from mcore_train.options.recipe import Value, read_recipe
 log = logging.getLogger(__name__)
 
 PATTERN = "--hybrid-override-pattern"
-"""Its letters give the number of layers, and its | their pipeline stages."""
+"""Flag whose letters give the number of layers, and whose | marks give pipeline stages."""
 
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Megatron's second flag for --num-virtual-stages-per-pipeline-rank."""
@@ -75,7 +75,7 @@ USUAL = (
 """Options that --help shows; --help-all and the topics show the others."""
 
 _PLACEHOLDERS = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16}
-"""Sizes with which the other options are checked where these are missing or faulty."""
+"""Sizes that stand in for missing or faulty ones while the other options are checked."""
 
 _HISTORY, _AMAX = "fp8_amax_history_len", "fp8_amax_compute_algo"
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
@@ -98,9 +98,9 @@ def parse(
     Args:
         argv: the words after the command.
         program: the command, as help and errors call it.
-        config_type: of the result: a command may have options beside a run's.
-        beginning: the command's own defaults, used without a preset or checkpoint; every other
-            source wins over them.
+        config_type: of the result; a command may have more options than a run.
+        beginning: the command's own defaults, used without a checkpoint or preset; every other
+            source overrides them.
         needs: a flag that the command requires, as in ``Command``.
         is_megatron_script: whether one of Megatron's entry scripts was called. Its user may
             expect Megatron's defaults, so differences are logged; for other commands they are
@@ -129,18 +129,18 @@ def parse(
     given = {**sources.fields, **typed}
     faults.unsettled -= {option.flag for option in options if option.name in given}
     saved = sources.saved
-    # 2. Defaults of the command, and Megatron's. They are not used with a saved model: a field
-    # that it leaves out has mcore's default.
+    # 2. Defaults of the command, and Megatron's. They are not used with a saved model: fields
+    # that it leaves out have mcore's defaults.
     before = {**({} if saved else beginning), **read_words(options, line.defaults, faults)}
-    takes_theirs = given.get("megatron_defaults", False)
-    if takes_theirs and sources.preset:
+    uses_megatron_defaults = given.get("megatron_defaults", False)
+    if uses_megatron_defaults and sources.preset:
         faults.add(
             f"--megatron-defaults has no effect on --model {sources.preset}, which is a whole "
             "model: leave one of them out.",
         )
     if not saved:
         missing = defaults_not_taken({**before, **given}, line.foreign, config_type)
-        if takes_theirs:
+        if uses_megatron_defaults:
             before = {**read_table(options, missing, faults), **before}
         elif missing and (line.foreign or is_megatron_script) and is_first_rank():
             log.info("%s", describe(missing))
@@ -152,8 +152,8 @@ def parse(
     derived = faults.attempt(_follows_from_pattern, values, unsettles=(PATTERN, "--num-layers"))
     # Sizes that follow from a pattern win over a saved model only if the command line or a
     # recipe gives the pattern.
-    over = derived if "hybrid_override_pattern" in given else {}
-    values = {**(derived or {}), **before, **saved, **(over or {}), **given}
+    overriding = derived if "hybrid_override_pattern" in given else {}
+    values = {**(derived or {}), **before, **saved, **(overriding or {}), **given}
     if pattern:  # its | marks are pipeline stages: layout, not part of the model
         values["hybrid_override_pattern"] = without_stage_marks(str(pattern))
     if layers_per_stage:
@@ -193,7 +193,7 @@ def parse(
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         config = replace(config, parallelism=replace(parallel, sequence_parallel=False))
         if is_first_rank():
-            log.info("--sequence-parallel: nothing to cut with --tensor-model-parallel-size 1.")
+            log.info("--sequence-parallel has no effect with --tensor-model-parallel-size 1.")
     if faults.lines and check is not None:
         faults.attempt(check, config)
     faults.raise_all()
@@ -209,13 +209,13 @@ class _Sources:
     """Options from recipes, presets and checkpoints."""
 
     fields: dict[str, Any]
-    """Of recipes."""
+    """Options of recipes."""
     saved: dict[str, Any]
-    """Of a preset or checkpoint: the model."""
+    """Options of the model of a preset or checkpoint."""
     preset: str
     """Name of the preset; empty: none."""
     folders: dict[str, str]
-    """Of checkpoints, by flag; empty: not given."""
+    """Folders of checkpoints by flag; empty: not given."""
 
 
 def _read_sources(
@@ -253,24 +253,24 @@ def _required_flags(config_type: type[TrainConfig]) -> set[str]:
 
 
 def virtual_stages(values: Mapping[str, Any], layers_per_stage: str) -> int:
-    """Return the stages on a rank that have so many layers each; ``values``: of the options."""
+    """Return the number of stages on a rank, each of ``layers_per_stage`` layers."""
     if values.get("num_virtual_stages_per_pipeline_rank"):
         raise ValueError(
-            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank have one meaning: "
-            "leave one of the two out."
+            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank set one "
+            "option: leave one of the two out."
         )
     layers, ranks = values.get("num_layers"), values.get("pipeline_model_parallel_size", 1)
     if layers is None or not layers_per_stage.isdecimal():
         raise ValueError(
-            f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
-            "--pipeline-model-parallel-size."
+            f"{LAYERS_PER_STAGE} {layers_per_stage} must be a whole number, and needs "
+            "--num-layers."
         )
     together = ranks * int(layers_per_stage)
     if together < 1 or layers % together:
         raise ValueError(
-            f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
-            f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
-            f"the layers a multiple of {max(1, together)}."
+            f"--num-layers {layers} cannot be divided into stages of {LAYERS_PER_STAGE} "
+            f"{layers_per_stage} on --pipeline-model-parallel-size {ranks} ranks: make the "
+            f"layers a multiple of {max(1, together)}."
         )
     return layers // together
 
@@ -278,7 +278,7 @@ def virtual_stages(values: Mapping[str, Any], layers_per_stage: str) -> int:
 def take_all(
     words: list[str], flag: str, faults: FaultCollector
 ) -> tuple[list[str], list[str]]:
-    """Take a flag that may be repeated, and its values, out of a command line."""
+    """Split a command line into the other words and the values of a repeatable flag."""
     rest, taken = [], []
     while words:
         word, *words = words
@@ -309,7 +309,7 @@ def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value
 
 
 def _check_model_source(sources: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    """Refuse a folder that a run would take its model from and that holds no checkpoint."""
+    """Refuse a folder without a checkpoint from which the run would read its model."""
     if values.keys() >= _PLACEHOLDERS.keys():
         return
     for name, folder in sources.items():
@@ -317,7 +317,8 @@ def _check_model_source(sources: Mapping[str, str], values: Mapping[str, Any]) -
             why = "holds no checkpoint" if as_path(folder).is_dir() else "does not exist"
             raise ValueError(
                 f"{name} {folder} {why}: correct the path, or give a model (--model NAME, or "
-                "--num-layers, --hidden-size and --num-attention-heads) to start from nothing."
+                "--num-layers, --hidden-size and --num-attention-heads) to start without a "
+                "checkpoint."
             )
 
 
@@ -329,7 +330,7 @@ def _follows_from_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Any]:
-    """Read a recipe; a value of the wrong type is named with its file."""
+    """Read a recipe; errors about values name the file."""
     fields = read_recipe(Path(recipe), field_types(config_type))
     faults = FaultCollector()
     values = read_table(list_options(config_type), fields, faults)

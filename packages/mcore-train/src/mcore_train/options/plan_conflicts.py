@@ -1,4 +1,4 @@
-"""Conflicts of options with the plan of a run: its stages, its tensors and its steps.
+"""Finds conflicts of options with the plan of a run: its stages, tensors and steps.
 
 Conflicts among options alone are rules of the configs, see ``mcore_base.options``.
 """
@@ -22,15 +22,15 @@ def find_stage_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterat
 def find_adapter_conflicts(
     config: TrainConfig, family: Family, vocab_size: int, stages: Sequence[Stage]
 ) -> Iterator[str]:
-    """Find which targets of ``--peft`` are not linear layers, and the stages without one."""
+    """Find targets of ``--peft`` that are not linears, and stages without a target."""
     peft, experts = config.peft, config.experts
     if peft.peft == "none":
         return
     names = linears(family.tensor_shapes(config.model, vocab_size, experts))
-    if strange := without_target(peft, names):
+    if unmatched := without_target(peft, names):
         known = sorted({name.rpartition(".")[2] for name in names})
         yield (
-            f"--lora-target-modules {' '.join(strange)} means no linear of this model: use "
+            f"--lora-target-modules {' '.join(unmatched)} matches no linear of this model: use "
             f"all-linear, words of a name such as {names[0]}, or {', '.join(known)}."
         )
         return
@@ -72,7 +72,7 @@ def find_group_conflicts(config: TrainConfig, family: Family, vocab_size: int) -
 
 
 def idle_gradient_sums(config: TrainConfig, counts: Sequence[int]) -> Iterator[str]:
-    """Refuse to wait for micro-batches that do not come; ``counts``: of the steps."""
+    """Refuse --moe-wgrad-micro-batches if every step has one micro-batch."""
     number = config.experts.moe_wgrad_micro_batches
     if number > 1 and max(counts) == 1:
         yield (
@@ -91,9 +91,9 @@ def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
         f"and --decoder-last-pipeline-num-layers {layout.decoder_last_pipeline_num_layers}"
     )
     for rank in range(pp):
-        own = stages_of_rank(stages, rank)
-        if own and not any(
-            s.layers or s.has_embedding or s.has_loss or s.num_mtp_layers for s in own
+        rank_stages = stages_of_rank(stages, rank)
+        if rank_stages and not any(
+            s.layers or s.has_embedding or s.has_loss or s.num_mtp_layers for s in rank_stages
         ):
             yield (
                 f"pipeline rank {rank} of {pp} has no layer, embedding or loss under {split}: "
@@ -108,7 +108,7 @@ def _offload_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterator
     if config.offloading.cpu_offloading and number >= fewest > 0:
         yield (
             f"--cpu-offloading-num-layers {number} must be less than the {fewest} layers of "
-            "the smallest pipeline stage: the last one's activations are needed at once."
+            "the smallest pipeline stage: the activations of its last layer are needed at once."
         )
 
 
@@ -124,7 +124,7 @@ def _misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iter
             f"--mtp-num-layers is {depths}: place as many, or none."
         )
     stage = next(stage for stage in stages if stage.num_mtp_layers)
-    # They embed tokens, as the first stage does, and a tied head on the last.
+    # Prediction layers embed tokens, as the first stage and a tied head on the last stage do.
     is_tied = not config.model.untie_embeddings_and_output_weights
     others = [s for s in stages if s.has_embedding or (s.has_loss and is_tied)]
     is_shared = config.pipeline.v_shaped and stage.has_loss
@@ -143,7 +143,7 @@ def _empty_stages(targets: Sequence[str], stages: Sequence[Stage]) -> Iterator[s
     for number, stage in enumerate(stages):
         if not layers & set(stage.layers):
             yield (
-                f"--lora-target-modules means no linear of pipeline stage {number}, which "
+                f"--lora-target-modules matches no linear of pipeline stage {number}, which "
                 "would have nothing to train: name linears of its layers too, or use fewer "
                 "stages."
             )

@@ -1,6 +1,6 @@
-"""Recipes: TOML files whose fields are flags, laid over each other from left to right.
+"""Reads and writes recipes: TOML files whose fields are flags, later files override earlier.
 
-Tables of a recipe (``[model]``, ``[batch]``) are headings for the reader. The name of a field
+Tables of a recipe (``[model]``, ``[batch]``) are only headings for people. The name of a field
 is the flag with underscores, and occurs once in a file.
 """
 
@@ -19,7 +19,7 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     """Read one recipe into a flat table, field to value.
 
     Raises:
-        ValueError: for a file that is no TOML.
+        ValueError: for a file that is not valid TOML.
         OptionsError: (a ValueError) with every unknown and every doubled field.
         FileNotFoundError: if there is no such file.
     """
@@ -30,7 +30,7 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: no valid TOML: it is not UTF-8 ({error.reason}).") from None
+        raise ValueError(f"{path}: not valid TOML: not UTF-8 ({error.reason}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {_plain(str(error), path)}") from None
     fields: dict[str, Value] = {}
@@ -39,7 +39,7 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
         if name not in known:
             faults.append(f"{path}: {unknown(name, known, 'field')}")
         elif name in fields:
-            faults.append(f"{path}: {name} stands twice; leave one of the two out.")
+            faults.append(f"{path}: {name} is given twice: leave one of the two out.")
         fields[name] = value
     if faults:
         raise OptionsError(faults)
@@ -66,9 +66,11 @@ def changed_options(config: object) -> dict[str, Value]:
     for part in fields(config):  # pyrefly: ignore
         value = getattr(config, part.name)
         for field in fields(value):
-            own = getattr(value, field.name)
-            if own != field.default:
-                table[field.name] = list(own) if isinstance(own, tuple) else own
+            option_value = getattr(value, field.name)
+            if option_value != field.default:
+                table[field.name] = (
+                    list(option_value) if isinstance(option_value, tuple) else option_value
+                )
     return table
 
 
@@ -89,9 +91,9 @@ def _flatten(table: Mapping[str, object]) -> list[tuple[str, Value]]:
 
 
 def _plain(message: str, path: Path) -> str:
-    """Return an error message that names the repeated field, which the parser does not."""
+    """Return the parser's message; for a repeated field, one that names the field."""
     if "overwrite" not in message:
-        return f"no valid TOML: {message}"
+        return f"not valid TOML: {message}"
     line = int(message.rpartition("line ")[2].partition(",")[0])
     field = path.read_text(encoding="utf-8").splitlines()[line - 1].partition("=")[0].strip()
-    return f"{field} stands twice (line {line}); leave one of the two out."
+    return f"{field} is given twice (line {line}): leave one of the two out."

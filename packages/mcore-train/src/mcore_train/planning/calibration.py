@@ -1,8 +1,8 @@
-"""``mcore-train plan --calibrate FILE``: measure a host's constants in about a minute.
+"""Measures a host's constants for ``mcore-train plan --calibrate FILE`` in about a minute.
 
 One process measures its GPU; ``torchrun --nproc-per-node N -m mcore_train plan --calibrate
-FILE`` measures collectives too. On a CPU the same code runs at tiny sizes: its constants are a
-CPU's, and serve to try the command.
+FILE`` measures collectives too. On a CPU the same code runs at tiny sizes, to try the command:
+the constants are then a CPU's.
 """
 
 import statistics
@@ -25,11 +25,12 @@ from mcore_train.planning.system import (
 )
 
 SECONDS = 4.0
-"""Of load on a GPU before a rate counts: then it runs at its power limit."""
+"""Seconds of load on a GPU before a rate is measured, so that the GPU runs at its power
+limit."""
 
 
 def calibrate(file: Path) -> str:
-    """Measure this host, write ``file`` on the first rank, and return what was measured.
+    """Measure this host, write ``file`` on the first rank, and return the constants as text.
 
     All ranks of the host call it together; the text is empty on the others.
     """
@@ -49,7 +50,7 @@ def measure(device: torch.device) -> tuple[str, System]:
     """Measure rates and bandwidths of a device, and of collectives over the world.
 
     Returns:
-        The name of the shipped constants that the device's own differ from, and its own.
+        The name of the shipped constants nearest to the device, and the measured constants.
     """
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
@@ -81,7 +82,7 @@ def measure(device: torch.device) -> tuple[str, System]:
 
 
 def _median_s(function: Callable[[], object], device: torch.device, warm_s: float) -> float:
-    """Return the median seconds of a call, after so many seconds of load."""
+    """Return the median seconds of ten calls, after ``warm_s`` seconds of load."""
     begin = time.monotonic()
     function()
     while time.monotonic() - begin < warm_s:
@@ -103,7 +104,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _gemm_s(device: torch.device, dtype: torch.dtype, size: int, warm_s: float) -> float:
-    """Time a square GEMM; without load before it a GPU has cooled and runs at full clock."""
+    """Return the seconds of a square GEMM; with ``warm_s`` 0, on a cool GPU at full clock."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     if not warm_s and device.type == "cuda":
         time.sleep(2.0)
@@ -116,10 +117,10 @@ def _attention_s(device: torch.device, dtype: torch.dtype, length: int) -> float
         torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-    return _median_s(both, device, 1.0 if device.type == "cuda" else 0.0)
+    return _median_s(forward_and_backward, device, 1.0 if device.type == "cuda" else 0.0)
 
 
 def _copy_gb_s(device: torch.device, num_bytes: int) -> float:
@@ -130,8 +131,8 @@ def _copy_gb_s(device: torch.device, num_bytes: int) -> float:
 
 def _host_gb_s(device: torch.device) -> float:
     host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-    return (1 << 28) / _median_s(lambda: there.copy_(host), device, 0.1) / 1e9
+    on_device = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    return (1 << 28) / _median_s(lambda: on_device.copy_(host), device, 0.1) / 1e9
 
 
 def _links(device: torch.device, num_bytes: int) -> dict[str, float]:
@@ -139,16 +140,17 @@ def _links(device: torch.device, num_bytes: int) -> dict[str, float]:
     world = dist.get_world_size(dist.group.WORLD)
 
     def seconds(size: int) -> float:
-        own = torch.empty(size // world, dtype=torch.uint8, device=device)
+        part = torch.empty(size // world, dtype=torch.uint8, device=device)
         whole = torch.empty(size // world * world, dtype=torch.uint8, device=device)
 
         def gather() -> None:
-            dist.all_gather_into_tensor(whole, own, group=dist.group.WORLD)
+            dist.all_gather_into_tensor(whole, part, group=dist.group.WORLD)
 
-        for _ in range(20):  # a number, no time: all ranks must gather equally often
+        for _ in range(20):  # a count, not a time: all ranks must gather equally often
             gather()
         return _median_s(gather, device, 0.0)
 
+    # Each rank receives all parts but its own: seconds = latency + share * size / rate.
     share = (world - 1) / world
     small, large = num_bytes // 16, num_bytes
     few_s, many_s = seconds(small), seconds(large)

@@ -1,4 +1,4 @@
-"""``mcore-train plan``: from a model and a cluster to a ranked table of layouts."""
+"""Runs ``mcore-train plan``: ranks the layouts of a model on a cluster."""
 
 import json
 import time
@@ -39,21 +39,21 @@ from mcore_train.resolution import load_tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedConfig(TrainConfig):
-    """All options of a run, and those of its plan."""
+    """All options of a run and of its plan."""
 
     planning: PlanConfig = field(default_factory=PlanConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedBertConfig(BertTrainConfig):
-    """All options of a run of a BERT, and those of its plan."""
+    """All options of a run of a BERT and of its plan."""
 
     planning: PlanConfig = field(default_factory=PlanConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedT5Config(T5TrainConfig):
-    """All options of a run of a T5, and those of its plan."""
+    """All options of a run of a T5 and of its plan."""
 
     planning: PlanConfig = field(default_factory=PlanConfig)
 
@@ -65,11 +65,11 @@ _CONFIGS: dict[str, type[TrainConfig]] = {
     "t5": PlannedT5Config,
 }
 ASSUMED_LENGTH = 4096
-"""Tokens of a sequence where none are given and the model has as many positions."""
+"""Default --seq-length of a plan, if the model has as many positions."""
 
 
 def run_plan(words: Sequence[str]) -> str:
-    """Read the command line, search, write the files it names, return the text to print."""
+    """Run the plan command: search, write the named files, return the text to print."""
     if "--reproduce-table" in words:
         return documents_text()
     rest, files = take_all(list(words), "--calibrate", FaultCollector())
@@ -102,8 +102,8 @@ def run_plan(words: Sequence[str]) -> str:
         Path(options.output).write_text(recipe_text(plan, row, given), encoding="utf-8")
     if options.plot:
         title = f"{config.launch.model or command} on {plan.world_size} x {system.name}"
-        drawn = plot_svg(plan.search.rows, system.memory_gib, title)
-        Path(options.plot).write_text(drawn, encoding="utf-8")
+        svg = plot_svg(plan.search.rows, system.memory_gib, title)
+        Path(options.plot).write_text(svg, encoding="utf-8")
     if options.json:
         return json.dumps(plan_json(plan), indent=1)
     return (
@@ -123,7 +123,7 @@ def make_plan(
     Args:
         config: of the run.
         command: ``gpt``, ``mamba``, ``bert`` or ``t5``.
-        given: fields that the user gave, which stay.
+        given: fields that the user gave; they are not searched.
         options: of the plan.
         system: constants of the cluster.
     """
@@ -131,10 +131,10 @@ def make_plan(
     tokenizer = load_tokenizer(config)
     vocab_size = config.tokenizer.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     if not vocab_size:
-        raise ValueError("--vocab-size is needed: the number of token ids.")
+        raise ValueError("give --vocab-size (the number of token ids), or --tokenizer-model.")
     config = _assumed(config, given, options)
     begin = time.monotonic()
-    found = search_layouts(
+    result = search_layouts(
         config,
         family,
         options.gpus,
@@ -145,7 +145,7 @@ def make_plan(
         top=max(options.top, options.explain, 10 * bool(options.plot)),
     )
     return Planned(
-        search=found,
+        search=result,
         config=config,
         family=family,
         command=command,
@@ -167,13 +167,13 @@ def chosen_system(options: PlanConfig) -> System:
     if options.nodes_of:
         system = replace(system, gpus_per_node=options.nodes_of)
     if options.interconnect:
-        known = INTERCONNECTS.get(options.interconnect.lower())
+        preset_gb_s = INTERCONNECTS.get(options.interconnect.lower())
         try:
-            speed = known or float(options.interconnect)
+            speed = preset_gb_s or float(options.interconnect)
         except ValueError:
             raise ValueError(
                 f"--interconnect {options.interconnect} is not known: use "
-                f"{', '.join(INTERCONNECTS)}, or GB/s of a GPU."
+                f"{', '.join(INTERCONNECTS)}, or a number of GB/s per GPU."
             ) from None
         system = replace(system, network_gb_s=speed)
     return system
@@ -190,7 +190,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _with_folder(words: list[str]) -> tuple[list[str], list[str]]:
-    """Spell a Hugging Face folder of --model as flags; list the fields that are given."""
+    """Replace a Hugging Face folder of --model by flags; also return the given fields."""
     rest, names = take_all(words, "--model", FaultCollector())
     folder = Path(names[-1]) if names else None
     flags: list[str] = []
@@ -202,7 +202,7 @@ def _with_folder(words: list[str]) -> tuple[list[str], list[str]]:
     _, recipes = take_all(rest, "--recipe", FaultCollector())
     known = _field_names()
     spellings = {*flag_names(PlannedConfig), LAYERS_PER_STAGE}
-    line = translate(rest, spellings, FaultCollector())  # Megatron's spellings pin options too.
+    line = translate(rest, spellings, FaultCollector())  # Megatron's spellings count too
     given = {canonical(word.partition("=")[0])[2:].replace("-", "_")
              for word in (*line.words, *line.defaults) if is_flag(word)}  # fmt: skip
     given |= {name.removeprefix("no_") for name in given}
@@ -220,7 +220,7 @@ def _field_names() -> set[str]:
 
 
 def folder_flags(folder: Path) -> list[str]:
-    """Spell the model of a Hugging Face folder as flags of training.
+    """Return the flags of training that describe the model of a Hugging Face folder.
 
     Raises:
         ValueError: for a family that mcore-ckpt does not read.
@@ -232,13 +232,13 @@ def folder_flags(folder: Path) -> list[str]:
 
 
 def _run_config(config: Any, command: str) -> TrainConfig:
-    """Return the options of the run alone."""
+    """Return the config of the run, without the options of the plan."""
     kind = FAMILY_COMMANDS[command].run
     return kind(**{part.name: getattr(config, part.name) for part in fields(kind)})
 
 
 def _assumed(config: TrainConfig, given: Sequence[str], options: PlanConfig) -> TrainConfig:
-    """Fill in what a plan needs and a user may leave out."""
+    """Return the config with defaults of a plan for options that the user left out."""
     batch, model = config.batch, config.model
     length = batch.seq_length
     if "seq_length" not in given:

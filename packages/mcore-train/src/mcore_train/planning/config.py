@@ -1,4 +1,4 @@
-"""Options of ``mcore-train plan``: a cluster, what to search, and what to print or write."""
+"""Options of ``mcore-train plan``: the cluster, the search, and the output."""
 
 from dataclasses import dataclass
 
@@ -7,38 +7,39 @@ from mcore_base.options import Options, Rule, option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig(Options):
-    """The cluster that a run is planned for, and what the plan prints and writes."""
+    """Cluster that a run is planned for, and output of the plan."""
 
     gpus: int = option(8, minimum=1)
     """GPUs of the cluster."""
     gpu: str = "h200"
-    """Kind of GPU whose shipped constants count: h100, h200, a100 or b200."""
+    """Kind of GPU whose shipped constants are used: h100, h200, a100 or b200."""
     nodes_of: int = option(0, minimum=0, zero="those of the constants")
-    """GPUs of a host, which NVLink joins; 0: as many as the constants say, 8."""
+    """GPUs of a host, connected by NVLink; 0: the number in the constants, 8."""
     interconnect: str = ""
-    """Network between hosts, one port a GPU: ib-100, ib-200, ib-400, ib-800, roce-400, or GB/s;
-    empty: that of the constants, ib-400."""
+    """Network between hosts, one port per GPU: ib-100, ib-200, ib-400, ib-800, roce-400, or
+    GB/s; empty: the network of the constants, ib-400."""
     system: str = ""
-    """TOML file of constants, as plan --calibrate writes it, in the place of --gpu."""
+    """TOML file of constants, as plan --calibrate writes it, instead of --gpu."""
     train_tokens: float = option(0.0, minimum=0)
-    """Tokens of the whole training, such as 15e12: the plan then prints its days."""
+    """Tokens of the whole training, such as 15e12, for which the plan prints the days."""
     top: int = option(10, minimum=1)
     """Layouts to print."""
     explain: int = option(0, minimum=0, zero="none")
-    """Print everything about the layout of this rank in the table; 0: about none."""
+    """Print all details of the layout at this place of the table; 0: of none."""
     output: str = ""
-    """Recipe to write, for mcore-train gpt --recipe: of the --explain layout, or the best."""
+    """Recipe file to write for mcore-train gpt --recipe: of the --explain layout, or of the
+    best."""
     plot: str = ""
-    """SVG file to write: bars of memory and time of the best ten."""
+    """SVG file to write: bars of memory and time of the ten best layouts."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the plan as one JSON object."""
     search_fp8: bool = False
-    """Try --fp8-format hybrid too, which changes the numbers that a model computes."""
+    """Also try --fp8-format hybrid, which changes the numbers that a model computes."""
     reproduce_table: bool = False
-    """Print the founding documents' layouts for 7B, 13B, 70B and 405B beside the planner's."""
+    """Print the founding documents' layouts for 7B, 13B, 70B and 405B next to the planner's."""
     calibrate: str = ""
-    """Measure this host and write its constants to this file, for --system; torchrun measures
-    collectives too."""
+    """Measure this host and write its constants to this file, for --system; under torchrun,
+    collectives are measured too."""
 
     rules = (
         Rule(

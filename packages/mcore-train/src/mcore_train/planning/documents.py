@@ -1,7 +1,7 @@
-"""The founding documents' table of layouts, checked and compared with the planner's.
+"""Compares the founding documents' table of layouts with the planner's.
 
-``plan --reproduce-table`` prints it. Where the documents contradict themselves the text names
-the contradiction and the row is mended in the way that is given.
+``plan --reproduce-table`` prints the comparison. Where the documents contradict themselves, the
+text states the contradiction, and the row is corrected as the text describes.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ CONTRADICTIONS = (
         "takes 31 000 tokens/s/GPU."
     ),
 )
-"""Statements of the documents that cannot both hold, with what does."""
+"""Contradictory statements of the documents, and the correct ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class DocumentRow:
     cp: int
     batch: int
     mended_dp: int = 0
-    """Data ranks that make the row's product its GPUs; 0: it is."""
+    """Data ranks with which the row's degrees multiply to its GPUs; 0: ``dp``."""
 
 
 ROWS = (
@@ -108,7 +108,7 @@ def _config(document: DocumentRow) -> TrainConfig:
 def _documents_layout(
     document: DocumentRow, config: TrainConfig, system: System
 ) -> tuple[str, float, float]:
-    """Return the documents' layout in words, its step in seconds and its GiB."""
+    """Return the name of the documents' layout, the seconds of its step and its GiB."""
     dp = document.mended_dp or document.dp
     world = document.tp * document.pp * document.cp * dp
     layout = replace(
@@ -120,7 +120,7 @@ def _documents_layout(
             pipeline_model_parallel_size=document.pp,
             context_parallel_size=document.cp,
         ),
-        # 126 layers over 8 ranks: 16 on all but the ends.
+        # 126 layers over 8 ranks: 15 on the first and the last, 16 on the others.
         pipeline=replace(
             config.pipeline,
             decoder_first_pipeline_num_layers=15,
@@ -141,5 +141,7 @@ def _documents_layout(
 def _best(document: DocumentRow, config: TrainConfig, system: System) -> Row:
     vocab_size = config.tokenizer.vocab_size
     pinned = ("micro_batch_size",)
-    found = search_layouts(config, GPT_FAMILY, document.gpus, vocab_size, system, pinned, top=1)
-    return found.rows[0]
+    search = search_layouts(
+        config, GPT_FAMILY, document.gpus, vocab_size, system, pinned, top=1
+    )
+    return search.rows[0]

@@ -1,8 +1,9 @@
-"""``mcore-train gpt ... --dry-run``: a run of any number of ranks, resolved on one CPU.
+"""Resolves a run of any number of ranks on one CPU: ``mcore-train gpt ... --dry-run``.
 
 Everything that a run decides before its first step is decided here by the same code: the plan
-with all its conflicts, process groups (torch's fake backend, which connects nobody), this
-rank's layers (matrices without memory), the schedule, the tensors of a checkpoint.
+with all its conflicts, process groups (torch's fake backend, which connects no processes), the
+layers of one rank per stage (matrices without memory), the schedule, the tensors of a
+checkpoint.
 """
 
 from collections.abc import Iterator
@@ -32,12 +33,12 @@ from mcore_train.resolution import Plan
 GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"))
 EXPERT_GROUPS = (("expert_tp",), ("ep",), ("expert_dp",))
 MOST_SIMULATED = 256
-"""Micro-batches of the schedule that is checked: what comes after repeats."""
+"""Largest number of micro-batches of the schedule that is checked; later ones repeat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
-    """What one rank of the world holds."""
+    """Parameters and logical tensors of one rank."""
 
     rank: int
     pipeline_rank: int
@@ -46,7 +47,7 @@ class BuiltRank:
 
 
 def dry_run(config: TrainConfig, family: Family, world_size: int) -> str:
-    """Resolve a run without running it, and write what it would be.
+    """Return a description of a run from its resolved plan, without training.
 
     Args:
         config: all options.
@@ -54,12 +55,12 @@ def dry_run(config: TrainConfig, family: Family, world_size: int) -> str:
         world_size: ranks of the job.
 
     Raises:
-        ValueError: for everything that a run of that world would refuse, and where the ranks
-            together do not hold the model.
+        ValueError: for every fault of a run of that world, and if its ranks together do not
+            hold the model.
     """
     plan = build_checked_plan(config, world_size, family)
     config, pp = plan.config, plan.config.parallelism.pipeline_model_parallel_size
-    ranks = [_build_rank(plan, _member(plan, place)) for place in range(pp)]
+    ranks = [_build_rank(plan, _member(plan, pipeline_rank)) for pipeline_rank in range(pp)]
     names = frozenset().union(*(rank.logical_tensors for rank in ranks))
     expected = family.tensor_shapes(config.model, plan.vocab_size, config.experts)
     lines = [
@@ -101,22 +102,23 @@ def _groups(plan: Plan) -> list[str]:
 
 
 def _schedule(plan: Plan) -> list[str]:
-    """Check the schedule: order of actions, messages, waiting in a circle."""
+    """Check order, messages and deadlocks of the schedule; describe its bubble."""
     pipeline, pp = plan.config.pipeline, plan.config.parallelism.pipeline_model_parallel_size
     if pp == 1:
         return ["schedule: one stage, no messages"]
-    few = min(plan.num_microbatches, MOST_SIMULATED)
-    found = simulate(
-        build_schedule(pipeline, pp, few),
-        num_microbatches=few,
+    num_simulated = min(plan.num_microbatches, MOST_SIMULATED)
+    simulation = simulate(
+        build_schedule(pipeline, pp, num_simulated),
+        num_microbatches=num_simulated,
         num_chunks=pipeline.num_chunks,
         v_shaped=pipeline.v_shaped,
     )
     layers = ", ".join(str(len(stage.layers)) for stage in plan.stages)
     return [
         (
-            f"schedule {pipeline.pipeline_schedule or '1f1b'} of {few} micro-batches: valid, "
-            f"bubble {found.bubble_fraction:.1%} of the work with equal stages"
+            f"schedule {pipeline.pipeline_schedule or '1f1b'} of {num_simulated} "
+            f"micro-batches: valid, bubble {simulation.bubble_fraction:.1%} of the work with "
+            "equal stages"
         ),
         f"layers of the stages: {layers}",
     ]
@@ -151,9 +153,9 @@ def _build_rank(plan: Plan, rank: int) -> BuiltRank:
         ]
         if config.pipeline.v_shaped:
             share_embedding(chunks)
-        held = {id(p): p for chunk in chunks for p in chunk.parameters()}
+        parameters_by_id = {id(p): p for chunk in chunks for p in chunk.parameters()}
         tensors = {name for chunk in chunks for name in named_shards(chunk)}
-        parameters = sum(p.numel() for p in held.values())
+        parameters = sum(p.numel() for p in parameters_by_id.values())
         return BuiltRank(
             rank=rank,
             pipeline_rank=ctx.pp.rank,
@@ -164,7 +166,7 @@ def _build_rank(plan: Plan, rank: int) -> BuiltRank:
 
 @contextmanager
 def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that exists in name alone."""
+    """Join a fake process group as one rank of a world; no processes are connected."""
     if world_size == 1:
         yield
         return
@@ -176,7 +178,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
-    """Write the bytes of the built ranks, and the planner's estimate of the fullest."""
+    """Describe the bytes of the built ranks, and the planner's estimate of the fullest."""
     config = plan.config
     wide = 4 if plan.dtype == "float32" else 2
     gradient = wide if config.data_parallelism.has_narrow_grads else 4
@@ -188,7 +190,7 @@ def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
             f"{gradient * rank.parameters / GIB:.3f} GiB of gradients"
         )
     fullest = max(rank.parameters for rank in ranks)
-    whole = replace(
+    unsharded = replace(
         config,
         data_parallelism=replace(
             config.data_parallelism,
@@ -197,7 +199,7 @@ def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
         ),
     )
     planned = estimate_memory(
-        whole, plan.family, plan.world_size, plan.vocab_size, plan.num_microbatches
+        unsharded, plan.family, plan.world_size, plan.vocab_size, plan.num_microbatches
     )
     expected = planned.gradients / gradient
     lines.append(
@@ -207,7 +209,7 @@ def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
         f"{planned.gradients / GIB:.3f}"
     )
     if config.data_parallelism.is_fully_sharded:
-        lines.append("its weights and gradients are sharded over the data ranks from there on")
+        lines.append("these weights and gradients are then sharded over the data ranks")
     return lines
 
 
@@ -215,8 +217,8 @@ def _checkpoint(plan: Plan, names: frozenset[str], expected: set[str]) -> list[s
     """Check that pipeline ranks hold every tensor of the model; describe a checkpoint."""
     moe, ep = plan.config.experts, plan.config.parallelism.expert_model_parallel_size
     missing = {n for n in expected - names if ep == 1 or ".experts." not in n}
-    if missing or (strange := names - expected):
-        wrong = sorted(missing)[:3] or sorted(strange)[:3]
+    if missing or (unknown := names - expected):
+        wrong = sorted(missing)[:3] or sorted(unknown)[:3]
         raise ValueError(f"the ranks together do not hold the model: {', '.join(wrong)}.")
     kinds = 3 if plan.config.optimizer.optimizer == "adam" else 2
     local = f", experts in {ep} parts of {moe.num_experts // ep}" if ep > 1 else ""

@@ -1,4 +1,4 @@
-"""What other values of options would gain a run: its step and memory, predicted with both.
+"""Predicts step time and memory of a run with other values of options.
 
 ``predict_gain`` compares one change with the run as it is, ``predict_gains`` ranks several;
 ``faster_changes`` and ``smaller_changes`` list those worth a try. All are functions of a run's
@@ -29,7 +29,7 @@ class Cost:
 
     step_s: float
     tokens_per_s: float
-    """Of a GPU."""
+    """Per GPU."""
     bytes: float
     """Memory of the fullest rank, with the allowance for fragmentation."""
 
@@ -46,18 +46,18 @@ class Gain:
 
     @property
     def flags(self) -> str:
-        """The changes as words of a command line, with the global batch that they must keep."""
+        """Flags of the changes, with the global batch size that must stay the same."""
         table = {k: list(v) if isinstance(v, tuple) else v for k, v in self.changes.items()}
         return shlex.join(to_flags(table))
 
     @property
     def faster(self) -> float:
-        """Tokens per second after the change over those before, less 1."""
+        """Relative gain in tokens per second: 0.1 is 10 % faster."""
         return self.after.tokens_per_s / self.before.tokens_per_s - 1
 
     @property
     def saved_bytes(self) -> float:
-        """Memory of the fullest rank before the change, less that after it."""
+        """Bytes that the change saves on the fullest rank."""
         return self.before.bytes - self.after.bytes
 
     @property
@@ -94,14 +94,15 @@ def predict_gain(
         system: constants of the cluster.
 
     Raises:
-        ValueError: if a run would refuse the changed options.
+        ValueError: if the changed options conflict.
     """
     batch = config.batch
-    if not batch.global_batch_size:  # it follows from options that a change may touch
+    # Keep a derived batch size, since a change may touch the options that it follows from.
+    if not batch.global_batch_size:
         derived = batch.micro_batch_size * _data_ranks(config, world_size)
         changes = {"global_batch_size": derived, **changes}
     table = {**flat(config), **changes}
-    # Options of features that a change turns off would be refused.
+    # Drop options of features that the change turns off: ``compose`` would reject them.
     idle = idle_options(table, [type(part) for part in parts(config)]) - set(changes)
     changed = compose({k: v for k, v in table.items() if k not in idle}, type(config))
     resolve(changed, world_size, family=family, tokenizer_vocab_size=vocab_size)
@@ -122,7 +123,7 @@ def predict_gains(
     vocab_size: int,
     system: System,
 ) -> list[Gain]:
-    """Predict each of some changes that a run does not refuse, the fastest first."""
+    """Return the gains of all changes without conflicts, the fastest first."""
     gains = []
     for changes in candidates:
         try:
@@ -150,7 +151,7 @@ def _data_ranks(config: TrainConfig, world_size: int) -> int:
 
 
 def faster_changes(config: TrainConfig) -> Iterator[Changes]:
-    """Yield single changes that may make a run faster and keep the numbers it computes."""
+    """Yield single changes that may make a run faster without changing its results."""
     parallel, data = config.parallelism, config.data_parallelism
     tp = parallel.tensor_model_parallel_size
     if not data.is_fully_sharded:
@@ -172,7 +173,7 @@ def faster_changes(config: TrainConfig) -> Iterator[Changes]:
 
 
 def recomputing_less(config: TrainConfig) -> Iterator[Changes]:
-    """Yield smaller parts of the layers to recompute in backward."""
+    """Yield changes that recompute less in backward."""
     granularity = config.recomputation.recompute_granularity
     if granularity:
         yield {"recompute_granularity": ""}
@@ -181,7 +182,7 @@ def recomputing_less(config: TrainConfig) -> Iterator[Changes]:
 
 
 def shorter_bubbles(config: TrainConfig) -> Iterator[Changes]:
-    """Yield schedules with shorter bubbles, and half the micro-batch."""
+    """Yield changes to schedules with shorter bubbles, and to half the micro-batch."""
     if config.parallelism.pipeline_model_parallel_size == 1:
         return
     for name in ("zb-h1", "zb-v", "dualpipev"):
@@ -197,7 +198,7 @@ def shorter_bubbles(config: TrainConfig) -> Iterator[Changes]:
 
 
 def smaller_changes(config: TrainConfig) -> Iterator[Changes]:
-    """Yield single changes that may make a run smaller and keep the numbers it computes."""
+    """Yield single changes that may save memory without changing the results of a run."""
     parallel, data = config.parallelism, config.data_parallelism
     if not data.is_fully_sharded and not data.use_distributed_optimizer:
         yield {"use_distributed_optimizer": True}

@@ -1,8 +1,8 @@
-"""Bytes of the fullest rank of a layout, by what holds them.
+"""Predicts the bytes of the fullest rank of a layout, by kind.
 
 Weights, gradients, optimizer and activations are ``flops.rank_bytes`` of mcore-models, which
-``mcore-models count`` prints too; buffers of exchanges and workspaces and an allowance for
-fragmentation come on top.
+``mcore-models count`` prints too; exchange buffers, workspaces and an allowance for
+fragmentation are added.
 """
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.planning.system import System
 
 FRAGMENTATION = 0.03
-"""Share of the allocated bytes that the allocator cannot use: reserved over allocated memory in
-``graphs-of-layers-h200``, without the graphs' own pools, is up to 1.02."""
+"""Share of the allocated bytes that the allocator cannot use. The measured ratio of reserved to
+allocated memory (``graphs-of-layers-h200``), without the graphs' own pools, is up to 1.02."""
 CONTEXT_GIB = 1.5
 """CUDA's context, NCCL's channels and loaded kernels, outside the allocator."""
 GIB = 2**30
@@ -30,9 +30,9 @@ class RankMemory:
     parts: dict[str, float]
     """weights, gradients, optimizer, activations by kind, buffers."""
     fragmentation: float
-    """Allowance, not allocated."""
+    """Allowance for fragmentation."""
     host: float = 0.0
-    """Offloaded."""
+    """Offloaded bytes, in host memory or on a drive."""
 
     @property
     def allocated(self) -> float:
@@ -41,7 +41,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """What the device must have."""
+        """Bytes that the device must have, without CUDA's context."""
         return self.allocated + self.fragmentation
 
 
@@ -55,29 +55,29 @@ def predict_memory(
         family: of the model.
         world_size: ranks.
         vocab_size: tokens of the model.
-        system: of which the workspaces count.
+        system: its workspaces are counted.
     """
     parallel, batch = config.parallelism, config.batch
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     dp = world_size // (ranks * parallel.context_parallel_size)
     micro = batch.micro_batch_size * dp
     num_microbatches = max(1, (batch.global_batch_size or micro) // micro)
-    found = estimate_memory(config, family, world_size, vocab_size, num_microbatches)
+    estimate = estimate_memory(config, family, world_size, vocab_size, num_microbatches)
     parts: dict[str, float] = {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        **{f"activations: {k}": v for k, v in _activations(found, config).items()},
+        "weights": estimate.weights,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+        **{f"activations: {k}": v for k, v in _activations(estimate, config).items()},
         "buffers": _buffers(config, system),
     }
     allocated = sum(parts.values())
     return RankMemory(
-        parts=parts, fragmentation=FRAGMENTATION * allocated, host=found.host + found.disk
+        parts=parts, fragmentation=FRAGMENTATION * allocated, host=estimate.host + estimate.disk
     )
 
 
 def _buffers(config: TrainConfig, system: System) -> float:
-    """Count workspaces, and what context ranks exchange whole heads through."""
+    """Return the bytes of workspaces, and of exchanges of whole heads between context ranks."""
     size = system.workspace_gib * GIB
     parallel, model, batch = config.parallelism, config.model, config.batch
     if "a2a" in parallel.cp_comm_type:
@@ -87,10 +87,10 @@ def _buffers(config: TrainConfig, system: System) -> float:
     return size
 
 
-def _activations(found: RankBytes, config: TrainConfig) -> dict[str, float]:
-    """Share activations out over the kinds of layers that keep them."""
+def _activations(estimate: RankBytes, config: TrainConfig) -> dict[str, float]:
+    """Divide the bytes of activations among the kinds of layers."""
     if config.recomputation.recompute_granularity == "full":
-        return {"layer inputs": float(found.activations)}
+        return {"layer inputs": float(estimate.activations)}
     widths = kept_widths(config.model, config.experts)
     tp = config.parallelism.tensor_model_parallel_size
     stream = tp if config.parallelism.sequence_parallel else 1
@@ -100,4 +100,4 @@ def _activations(found: RankBytes, config: TrainConfig) -> dict[str, float]:
             elements[name] += widths[name] / tp
             elements["norms and residuals"] += 2 * config.model.hidden_size / stream
     total = sum(elements.values())
-    return {name: found.activations * n / total for name, n in elements.items()}
+    return {name: estimate.activations * n / total for name, n in elements.items()}

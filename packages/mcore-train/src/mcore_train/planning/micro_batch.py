@@ -1,4 +1,4 @@
-"""``--micro-batch-size auto``: the planner proposes a size, one short probe confirms it."""
+"""Implements ``--micro-batch-size auto``: the planner proposes a size, a probe confirms it."""
 
 import gc
 import logging
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 def choose_micro_batch(plan: Plan, ctx: ParallelContext, tables: Tables | None = None) -> Plan:
     """Return a run's plan with the fastest micro-batch that fits; all ranks call it together.
 
-    A step of the proposed size is run and forgotten. If it runs out of memory on any rank, the
-    next smaller size is tried.
+    One step of the proposed size is trained and discarded. If the step runs out of memory on
+    any rank, the next smaller size is tried.
 
     Args:
         plan: with any micro-batch.
@@ -63,8 +63,8 @@ def choose_micro_batch(plan: Plan, ctx: ParallelContext, tables: Tables | None =
         )
         return tried
     raise RuntimeError(
-        "--micro-batch-size auto: even one sequence does not fit. mcore-train plan names "
-        "layouts that fit; --recompute-granularity full keeps least."
+        "--micro-batch-size auto: even one sequence does not fit. Use "
+        "--recompute-granularity full, or a layout that mcore-train plan prints."
     )
 
 
@@ -87,28 +87,28 @@ def propose(
         limit: bytes of the device.
 
     Returns:
-        Of each its size, the predicted seconds of a step and the predicted bytes. One sequence
-        is always among them.
+        Size, predicted seconds of a step and predicted bytes of each. One sequence is always
+        among them.
     """
     parallel = config.parallelism
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     dp = world_size // (ranks * parallel.context_parallel_size)
     share = max(1, config.batch.global_batch_size // dp)
-    found = []
+    proposals = []
     for size in (2**n for n in range(share.bit_length())):
         if share % size:
             continue
         tried = replace(config, batch=replace(config.batch, micro_batch_size=size))
-        needed = predict_memory(tried, family, world_size, vocab_size, system).total
-        if needed + CONTEXT_GIB * GIB > limit and size > 1:
+        needed_bytes = predict_memory(tried, family, world_size, vocab_size, system).total
+        if needed_bytes + CONTEXT_GIB * GIB > limit and size > 1:
             break
         try:
             step = predict_step(tried, family, world_size, vocab_size, system)
         except ValueError:  # the schedule needs more micro-batches
             break
-        found.append((size, step.total, needed))
-    fastest = min(range(len(found)), key=lambda place: found[place][1])
-    return found[fastest::-1]
+        proposals.append((size, step.total, needed_bytes))
+    fastest = min(range(len(proposals)), key=lambda index: proposals[index][1])
+    return proposals[fastest::-1]
 
 
 def with_micro_batch(plan: Plan, size: int) -> Plan:
@@ -127,7 +127,7 @@ def with_micro_batch(plan: Plan, size: int) -> Plan:
 
 
 def _runs(plan: Plan, ctx: ParallelContext, tables: Tables | None) -> bool:
-    """Train one step and forget it; whether all ranks had the memory."""
+    """Train and discard one step; return whether all ranks had enough memory."""
     failed = _is_out_of_memory(lambda: _probe(plan, ctx, tables))
     gc.collect()
     if ctx.device.type == "cuda":
@@ -144,7 +144,7 @@ def _probe(plan: Plan, ctx: ParallelContext, tables: Tables | None) -> None:
 
 
 def _draw_on_device(weights: Mapping[str, Shard]) -> None:
-    """Fill matrices with normal numbers of the device, alike on ranks that hold the same part.
+    """Fill matrices with normal numbers on the device, equal on ranks that hold the same part.
 
     A router needs random weights: with zeros all tokens take the same experts. The run's own
     weights are drawn by the host, which takes seconds for each billion of them.
@@ -165,7 +165,7 @@ def _is_out_of_memory(function: Callable[[], None]) -> bool:
 
 
 def _device_bytes(ctx: ParallelContext) -> float:
-    """Return the memory of this rank's device; of a CPU its share of the host's."""
+    """Return the bytes of this rank's GPU, or the rank's share of the host's memory."""
     if ctx.device.type == "cuda":
         return float(torch.cuda.mem_get_info(ctx.device)[1])
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -173,6 +173,6 @@ def _device_bytes(ctx: ParallelContext) -> float:
 
 
 def _system(ctx: ParallelContext) -> System:
-    """Return the constants of this device, or those of an H200, whose shares are alike."""
+    """Return the constants of this device, or of an H200, whose ratios are similar."""
     name = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
     return system_of_device(name) or SYSTEMS["h200"]

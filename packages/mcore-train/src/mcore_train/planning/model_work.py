@@ -1,8 +1,8 @@
-"""What a micro-batch costs in each layer of a model: GEMMs, attention, moved bytes, messages.
+"""Estimates the seconds of a micro-batch in each layer: GEMMs, attention, bytes, messages.
 
-Layers and their matrices are those of the shape table (``Family.tensor_shapes``); equal layers
-are counted once. Costs are split as pipeline schedules split them, into forward, gradient of
-the input and gradient of the weights, and by part, of which ``PARTS`` lists all.
+Layers and their matrices come from the shape table (``Family.tensor_shapes``); equal layers are
+counted once. Costs are split as pipeline schedules split them, into forward, gradient of the
+input and gradient of the weights, and by part (``PARTS``).
 """
 
 import re
@@ -43,7 +43,7 @@ PARTS = (
     "host waits",
     "host",
 )
-"""Of a layer: three kinds of arithmetic, moved bytes, messages by axis, the host."""
+"""Parts of a layer's time: three kinds of arithmetic, moved bytes, messages by axis, host."""
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 Parts = defaultdict[str, float]
 """Seconds by part."""
@@ -52,7 +52,7 @@ Work = dict[Kind, Parts]
 
 
 def no_work() -> Work:
-    """Return work without any part, to add to."""
+    """Return empty work, to which parts are added."""
     return {kind: defaultdict(float) for kind in (FORWARD, INPUT, WEIGHT)}
 
 
@@ -62,7 +62,7 @@ _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear of a layer, its parts (q, k, v; gate, up) in one."""
+    """A linear of a layer; fused parts (q, k, v; gate, up) are one matrix."""
 
     mixer: str
     name: str
@@ -80,30 +80,30 @@ class Layer:
     """A layer by its shapes."""
 
     stack: str
-    """``encoder`` or ``decoder`` of a T5, ``mtp``; empty: the only stack."""
+    """``encoder`` or ``decoder`` of a T5, or ``mtp``; empty: the only stack."""
     mixers: tuple[str, ...]
     matrices: tuple[Matrix, ...]
     expert: tuple[tuple[int, int], ...]
     """Outputs and inputs of one expert's matrices."""
     dense_elements: int
     expert_elements: int
-    """Of all experts."""
+    """Elements of all experts."""
     span: tuple[int, int] = (-1, 0)
-    """Window and chunk of its attention, -1 and 0: none."""
+    """Window and chunk of attention; -1 and 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model's layers, each with its number, and what is outside of them."""
+    """A model's layers, each with its count, and the tensors outside of layers."""
 
     layers: tuple[tuple[Layer, int], ...]
     further: tuple[tuple[Layer, int], ...]
-    """Multi-token prediction."""
+    """Layers of multi-token prediction."""
     embedding_elements: int
     head_elements: int
-    """Own elements of the head; 0: tied."""
+    """Elements of the head; 0: tied to the embedding."""
     adapters: "Adapters | None" = None
-    """What is trained in place of the model."""
+    """Adapters that are trained instead of the model; None: the model is trained."""
 
     @property
     def num_layers(self) -> int:
@@ -116,12 +116,12 @@ class Adapters:
     """Sums over the linears of all layers that have adapters."""
 
     elements: int
-    """Of the adapters."""
+    """Elements of the adapters."""
     inputs: int
     outputs: int
-    """Of the linears other than experts."""
+    """Outputs of the linears other than experts; ``inputs`` likewise."""
     base_elements: int
-    """Of the linears and of experts, which ``--peft-base-bits`` rounds."""
+    """Elements of the linears and experts that ``--peft-base-bits`` rounds."""
 
 
 def model_shape(config: TrainConfig, family: str, vocab_size: int) -> ModelShape:
@@ -138,10 +138,10 @@ def _model_shape(
     blocks: dict[tuple[str, int], dict[str, tuple[int, ...]]] = defaultdict(dict)
     embedding = head = 0
     for name, shape in shapes.items():
-        if found := _BLOCK.match(name):
-            stack = found[1] or ("mtp" if found[3] else "")
-            key = stack, int(found[2] or found[3] or 0)
-            blocks[key][name[found.end() :]] = shape
+        if match := _BLOCK.match(name):
+            stack = match[1] or ("mtp" if match[3] else "")
+            key = stack, int(match[2] or match[3] or 0)
+            blocks[key][name[match.end() :]] = shape
         elif name.startswith(("embedding.", "position_embedding.")):
             embedding += prod(shape)
         elif name.startswith(("head.", "lm_head.")):
@@ -194,8 +194,8 @@ def _layer(stack: str, tensors: Mapping[str, tuple[int, ...]], span: tuple[int, 
             mixers[mixer] = None
         parts = rest.split(".")
         linear = ".".join(parts[:2]) if parts[0] == "shared" else parts[0]
-        found = matrices.setdefault((mixer, linear.rpartition(".")[2]), [0, shape[1]])
-        found[0] += shape[0]
+        sizes = matrices.setdefault((mixer, linear.rpartition(".")[2]), [0, shape[1]])
+        sizes[0] += shape[0]
     return Layer(
         stack,
         tuple(mixers),
@@ -209,11 +209,11 @@ def _layer(stack: str, tensors: Mapping[str, tuple[int, ...]], span: tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a rank computes of one micro-batch."""
+    """Tokens of one micro-batch on a rank."""
 
     sequences: int
     length: int
-    """Of a sequence, over all context ranks."""
+    """Tokens of a sequence, over all context ranks."""
     own: int
     """Tokens of this context rank."""
 
@@ -255,11 +255,12 @@ def train_adapters(
     layer: Work, head: Work, embedding: Work, shape: ModelShape, config: TrainConfig, rows: int,
     system: System,
 ) -> None:  # fmt: skip
-    """Change the work of a model to that of adapters, if it has any: its weights are frozen.
+    """Change the work of a model, in place, to that of its adapters, if it has any.
 
-    An adapter's GEMMs are as narrow as its rank and bound by what they read and write of a
-    token, 2 bytes an element: forward reads the input and adds to the output; backward reads
-    the output's gradient twice and the input, and adds to the input's gradient.
+    The model's weights are frozen. An adapter's GEMMs are as narrow as its rank, so their time
+    is that of the bytes they move for each token, 2 bytes per element: forward reads the input
+    and adds to the output; backward reads the output's gradient twice and the input, and adds
+    to the input's gradient.
 
     Args:
         layer: work of a mean layer, changed in place.
@@ -279,10 +280,10 @@ def train_adapters(
     moved = {FORWARD: 2 * inputs + 4 * outputs, INPUT: 6 * inputs + 4 * outputs}
     scale = 1 / shape.num_layers / config.parallelism.tensor_model_parallel_size
     bits = config.peft.peft_base_bits
-    # Each pass of a micro-batch widens the rounded weights to 2 bytes, once.
-    widened = (bits / 8 + 4 / BLOCK + 2) * adapters.base_elements * bool(bits)
+    # Each pass of a micro-batch casts the rounded weights to 2 bytes, once.
+    cast_bytes = (bits / 8 + 4 / BLOCK + 2) * adapters.base_elements * bool(bits)
     for kind, per_token in moved.items():
-        layer[kind]["other kernels"] += system.move_s(scale * (rows * per_token + widened))
+        layer[kind]["other kernels"] += system.move_s(scale * (rows * per_token + cast_bytes))
 
 
 def _add_linears(
@@ -303,7 +304,7 @@ def _add_linears(
         scale = slow if is_fp8 else 1.0
         work[FORWARD]["gemm"] += scale * system.gemm_s(rows, outputs, inputs, kind)
         work[INPUT]["gemm"] += scale * system.gemm_s(rows, inputs, outputs, kind)
-        # The float32 main gradient is read and written, while the GEMM computes.
+        # The GEMM also reads and writes the float32 main gradient; both overlap partly.
         compute = scale * system.gemm_s(outputs, inputs, rows, kind)
         gradient = system.move_s(8 * outputs * inputs)
         work[WEIGHT]["gemm"] += (compute**2 + gradient**2) ** 0.5
@@ -316,10 +317,11 @@ def _add_linears(
 
 
 FP8_SLOWDOWN = {"blockwise": 1.2}
-"""Of fp8 GEMMs with block scales, over those with one scale (1 150 and 1 330 TFLOP/s alone)."""
+"""Time of fp8 GEMMs with block scales over those with one scale (1 150 and 1 330 TFLOP/s
+alone)."""
 CAST_BYTES = {"delayed": 3.5, "tensorwise": 5.5, "rowwise": 16.0, "blockwise": 12.0}
-"""Moved for each element that a linear reads or writes, to cast and transpose it: rowwise and
-blockwise cast rows and columns apart. As measured over bf16, which has none of it."""
+"""Bytes moved for each element that a linear reads or writes, to cast and transpose it: rowwise
+and blockwise cast rows and columns separately. Measured as the difference to bf16."""
 
 
 def _add_experts(
@@ -330,7 +332,7 @@ def _add_experts(
     system: System,
     num_microbatches: int,
 ) -> None:
-    """Add grouped GEMMs, which read each expert's weights, and the exchanges over ranks."""
+    """Add grouped GEMMs and the exchange of tokens over expert ranks."""
     moe, parallel = config.experts, config.parallelism
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
@@ -358,7 +360,7 @@ def _add_experts(
         work[FORWARD]["other kernels"] += system.move_s(3 * routed * wide / 2)
         work[INPUT]["other kernels"] += system.move_s(3 * routed * wide / 2)
     if config.run.cuda_graph_impl == "none":
-        # For the rows of each expert, and for what expert ranks exchange.
+        # The host waits for the rows of each expert, and for the sizes of the exchange.
         exchanges = ep > 1 and moe.moe_token_dispatcher_type != "symmetric"
         exchanges &= not moe.moe_expert_rows_limit
         work[FORWARD]["host waits"] += 1e-3 * system.expert_sync_ms * (1 + exchanges)
@@ -380,7 +382,7 @@ def _exchange_s(config: TrainConfig, tokens: int, system: System) -> float:
     stride = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     row = 2 * (moe.moe_latent_size or config.model.hidden_size)
     kind = moe.moe_token_dispatcher_type
-    there = 0.5 if moe.moe_dispatch_dtype else 1.0
+    dispatch_share = 0.5 if moe.moe_dispatch_dtype else 1.0
     if kind == "allgather":
         size = tokens * ep * row
         seconds = system.collective_s("all_gather", size, ep, stride)
@@ -391,16 +393,16 @@ def _exchange_s(config: TrainConfig, tokens: int, system: System) -> float:
     if kind == "deepep" or parallel.hierarchical_expert_parallel_size:
         hosts = ep // inside
         copies = min(copies, hosts + (copies - 1) * 0.3)
-    one = system.collective_s("all_to_all", tokens * copies * row, ep, stride)
-    if kind == "symmetric":  # rows are read in the GEMMs' place; what is left is waiting
-        return 0.2 * one * (1 + there)
-    return one * (1 + there) * system.collective_skew
+    exchange_s = system.collective_s("all_to_all", tokens * copies * row, ep, stride)
+    if kind == "symmetric":  # GEMMs read remote rows themselves; waiting remains
+        return 0.2 * exchange_s * (1 + dispatch_share)
+    return exchange_s * (1 + dispatch_share) * system.collective_skew
 
 
 def _add_attention(
     work: Work, layer: Layer, config: TrainConfig, tokens: Tokens, system: System
 ) -> None:
-    """Add attention's core and what context ranks exchange for it."""
+    """Add the attention core and the exchanges of context ranks for it."""
     model, parallel = config.model, config.parallelism
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     channels = head_dim(model) + value_dim(model)
@@ -425,13 +427,13 @@ def _add_attention(
     queries = model.num_attention_heads * channels / tp * 2 * tokens.own
     kind, stride = parallel.cp_comm_type or "p2p", tp
     if kind == "all_gather":
-        one = system.collective_s("all_gather", keys, cp, stride)
-        work[FORWARD]["cp"] += one
-        work[INPUT]["cp"] += one + 2 * one  # gathered again; gradients in float32
+        exchange_s = system.collective_s("all_gather", keys, cp, stride)
+        work[FORWARD]["cp"] += exchange_s
+        work[INPUT]["cp"] += exchange_s + 2 * exchange_s  # gathered again; gradients in float32
     elif kind == "a2a":
-        one = system.collective_s("all_to_all", queries + keys / cp, cp, stride)
-        work[FORWARD]["cp"] += one
-        work[INPUT]["cp"] += one
+        exchange_s = system.collective_s("all_to_all", queries + keys / cp, cp, stride)
+        work[FORWARD]["cp"] += exchange_s
+        work[INPUT]["cp"] += exchange_s
         work[FORWARD]["other kernels"] += system.move_s(2 * queries)
     else:
         inner = parallel.hierarchical_context_parallel_sizes[0] if kind == "a2a+p2p" else 1
@@ -444,9 +446,9 @@ def _add_attention(
             merged = 8 * queries / 2 * (ring - 1)
             work[action]["other kernels"] += system.move_s(merged)
         if inner > 1:
-            one = system.collective_s("all_to_all", queries + keys / cp, inner, stride)
-            work[FORWARD]["cp"] += one
-            work[INPUT]["cp"] += one
+            exchange_s = system.collective_s("all_to_all", queries + keys / cp, inner, stride)
+            work[FORWARD]["cp"] += exchange_s
+            work[INPUT]["cp"] += exchange_s
 
 
 def _is_bidirectional(config: TrainConfig) -> bool:
@@ -461,59 +463,62 @@ def _add_moved_bytes(
     tp = parallel.tensor_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     D = model.hidden_size
-    there = back = 0.0
+    forward_bytes = backward_bytes = 0.0
     act = (6, 10) if is_gated(model) else (4, 6)
     for mixer in layer.mixers:
-        there += 8.5 * D / stream  # x and the residual in, their sum and its norm out
-        back += 8.5 * D / stream
+        forward_bytes += 8.5 * D / stream  # reads x and residual, writes sum and norm
+        backward_bytes += 8.5 * D / stream
         if mixer in ("attention", "cross_attention", "mla"):
             width = model.num_attention_heads + 2 * num_kv_heads(model)
             width *= head_dim(model) / tp
             factor = 4 * (1 + model.qk_layernorm)
-            there += factor * width
-            back += factor * width
+            forward_bytes += factor * width
+            backward_bytes += factor * width
     for matrix in layer.matrices:
         if matrix.name == "fc2" or matrix.name.endswith("fc2"):
-            there += act[0] * matrix.inputs / tp
-            back += act[1] * matrix.inputs / tp
+            forward_bytes += act[0] * matrix.inputs / tp
+            backward_bytes += act[1] * matrix.inputs / tp
     if layer.expert:
         expert_tp = parallel.expert_tensor_parallel_size or tp
         width = layer.expert[-1][1] * moe.moe_router_topk / expert_tp
         hidden = (moe.moe_latent_size or D) * moe.moe_router_topk / stream
-        there += act[0] * width + 6 * hidden
-        back += act[1] * width + 6 * hidden
+        forward_bytes += act[0] * width + 6 * hidden
+        backward_bytes += act[1] * width + 6 * hidden
     if "mamba" in layer.mixers:
         inner = mamba_sizes(model).inner / tp
-        there += 94 * inner
-        back += 187 * inner
+        forward_bytes += 94 * inner
+        backward_bytes += 187 * inner
     if "delta_net" in layer.mixers:
         inner = delta_sizes(model).values / tp
-        there += 120 * inner
-        back += 240 * inner
+        forward_bytes += 120 * inner
+        backward_bytes += 240 * inner
     if "short_conv" in layer.mixers:
-        there += 20 * D / tp
-        back += 40 * D / tp
+        forward_bytes += 20 * D / tp
+        backward_bytes += 40 * D / tp
     if model.hidden_dropout:
-        there += 4 * D * len(layer.mixers) / stream
-        back += 4 * D * len(layer.mixers) / stream
+        forward_bytes += 4 * D * len(layer.mixers) / stream
+        backward_bytes += 4 * D * len(layer.mixers) / stream
     if model.add_bias_linear:
-        back += 2 * sum(m.outputs for m in layer.matrices) / tp  # gradients of biases
+        backward_bytes += 2 * sum(m.outputs for m in layer.matrices) / tp  # gradients of biases
     if not is_gated(model) or model.normalization == "LayerNorm":
-        there, back = PLAIN_KERNELS * there, PLAIN_KERNELS * back
+        forward_bytes, backward_bytes = (
+            PLAIN_KERNELS * forward_bytes,
+            PLAIN_KERNELS * backward_bytes,
+        )
     gaps = 1e-6 * system.kernel_us * (6 * len(layer.mixers) + 14 * bool(layer.expert))
-    work[FORWARD]["other kernels"] += system.move_s(there * rows) + gaps
-    work[INPUT]["other kernels"] += system.move_s(back * rows) + gaps
+    work[FORWARD]["other kernels"] += system.move_s(forward_bytes * rows) + gaps
+    work[INPUT]["other kernels"] += system.move_s(backward_bytes * rows) + gaps
 
 
 PLAIN_KERNELS = 2.2
-"""Of bytes where norms, biases and activations are kernels of torch: the fused ones are for
-RMSNorm with a gated activation. As measured on BERT, T5 and GPT-2."""
+"""Factor on moved bytes if norms, biases and activations are kernels of torch, since the fused
+kernels are for RMSNorm with a gated activation. Measured on BERT, T5 and GPT-2."""
 
 
 def _add_tensor_messages(
     work: Work, layer: Layer, config: TrainConfig, rows: int, system: System
 ) -> None:
-    """Add what tensor ranks exchange: each mixer gathers its input and sums its output.
+    """Add messages of tensor ranks: each mixer gathers its input and sums its output.
 
     With sequence parallelism backward gathers the input once more for the weight gradients,
     under the GEMM of the input's gradient.
@@ -537,7 +542,7 @@ def _add_tensor_messages(
 
 
 def _recompute(work: Work, config: TrainConfig) -> None:
-    """Add to backward what it computes again."""
+    """Add the recomputed parts of forward to backward."""
     options = config.recomputation
     if options.recompute_granularity == "full":
         share = 1.0
@@ -560,7 +565,7 @@ def _recompute(work: Work, config: TrainConfig) -> None:
 def head_work(
     config: TrainConfig, tokens: int, vocab_size: int, system: System
 ) -> tuple[Work, Work]:
-    """Estimate embedding and head with loss: the head makes all its gradients in forward."""
+    """Estimate embedding and head with loss; the head computes all its gradients in forward."""
     tp = config.parallelism.tensor_model_parallel_size
     stream = tp if config.parallelism.sequence_parallel else 1
     D, columns = config.model.hidden_size, vocab_size / tp
@@ -581,14 +586,14 @@ def head_work(
     head[FORWARD]["other kernels"] = times * system.move_s(7 * columns * tokens)
     if tp > 1:
         size = 2 * tokens * D
-        both = system.collective_s("all_gather", size, tp)
-        both += system.collective_s("reduce_scatter", size, tp)
-        head[FORWARD]["tp"] = times * both * system.collective_skew
-        embedding[FORWARD]["tp"] = both / 2
-        embedding[INPUT]["tp"] = both / 2
+        exchange_s = system.collective_s("all_gather", size, tp)
+        exchange_s += system.collective_s("reduce_scatter", size, tp)
+        head[FORWARD]["tp"] = times * exchange_s * system.collective_skew
+        embedding[FORWARD]["tp"] = exchange_s / 2
+        embedding[INPUT]["tp"] = exchange_s / 2
     return embedding, head
 
 
 def is_t5(config: TrainConfig) -> bool:
-    """Whether a decoder has a length of its own."""
+    """Whether the model is a T5, whose decoder has its own sequence length."""
     return isinstance(config.model, T5Config)

@@ -1,4 +1,4 @@
-"""A picture of the best layouts: where their time goes, and what their memory holds."""
+"""Draws the best layouts as SVG: time of a step by part, memory by kind."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -35,7 +35,7 @@ _MEMORY = {
 
 
 def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
-    """Draw two bars a layout: seconds of a step, and GiB of the fullest rank.
+    """Return an SVG with two bars per layout: seconds of a step, GiB of the fullest rank.
 
     Args:
         rows: best first; ten are drawn.
@@ -58,11 +58,11 @@ def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
         f'<text x="{_LEFT}" y="{_TOP - 14}">time of a step</text>',
         f'<text x="{right}" y="{_TOP - 14}">memory of the fullest rank</text>',
     ]
-    for place, row in enumerate(rows):
-        y = _TOP + _ROW * place
+    for index, row in enumerate(rows):
+        y = _TOP + _ROW * index
         parts.append(
             f'<text x="12" y="{y + 15}" textLength="{min(300, 6 * len(row.name) + 18)}" '
-            f'lengthAdjust="spacingAndGlyphs">{place + 1}. {escape(row.name)}</text>'
+            f'lengthAdjust="spacingAndGlyphs">{index + 1}. {escape(row.name)}</text>'
         )
         total = row.step.total
         parts += _bar(row.step.parts, _TIME, _LEFT, y, _WIDTH / longest, "s")
@@ -70,12 +70,12 @@ def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
         parts.append(
             f'<text x="{_LEFT + total / longest * _WIDTH + 4:.0f}" y="{y + 15}">{label}</text>'
         )
-        held = _memory_parts(row)
-        parts += _bar(held, _MEMORY, right, y, _WIDTH / fullest, "GiB")
-        x = right + sum(held.values()) / fullest * _WIDTH + 4
-        if x < limit + 4 < x + 30:  # the line of the limit would cross the number
+        memory_parts = _memory_parts(row)
+        parts += _bar(memory_parts, _MEMORY, right, y, _WIDTH / fullest, "GiB")
+        x = right + sum(memory_parts.values()) / fullest * _WIDTH + 4
+        if x < limit + 4 < x + 30:  # keep the number clear of the limit's line
             x = limit + 4
-        parts.append(f'<text x="{x:.0f}" y="{y + 15}">{sum(held.values()):.0f}</text>')
+        parts.append(f'<text x="{x:.0f}" y="{y + 15}">{sum(memory_parts.values()):.0f}</text>')
     bottom = _TOP + _ROW * len(rows)
     parts.append(
         f'<line x1="{limit:.1f}" y1="{_TOP - 6}" x2="{limit:.1f}" y2="{bottom}" '
@@ -90,10 +90,10 @@ def plot_svg(rows: Sequence[Row], memory_gib: float, title: str) -> str:
 
 
 def _memory_parts(row: Row) -> dict[str, float]:
-    found = dict.fromkeys(_MEMORY, 0.0)
+    gib_by_kind = dict.fromkeys(_MEMORY, 0.0)
     for name, size in row.memory.parts.items():
-        found[name.partition(":")[0]] += size / GIB
-    return found | {"fragmentation": row.memory.fragmentation / GIB}
+        gib_by_kind[name.partition(":")[0]] += size / GIB
+    return gib_by_kind | {"fragmentation": row.memory.fragmentation / GIB}
 
 
 def _bar(
@@ -119,7 +119,7 @@ def _bar(
 def _legend(names: Sequence[str], colours: Mapping[str, str], left: int, y: int) -> list[str]:
     parts, x = [], float(left)
     for name in names:
-        step = 30 + 6.5 * len(name)  # of 11 px, with letters as wide as m
+        step = 30 + 6.5 * len(name)  # font of 11 px, wide letters
         if x + step > left + _WIDTH + 40:
             x, y = left, y + 17
         parts.append(

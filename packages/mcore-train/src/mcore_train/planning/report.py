@@ -1,4 +1,4 @@
-"""What ``mcore-train plan`` prints and writes: a table, one layout in full, JSON, a recipe."""
+"""Formats a plan: the table, one layout in full, JSON, a recipe."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -13,16 +13,16 @@ from mcore_train.planning.system import System
 
 DAY = 86400.0
 _LEFT_OUT = {"train_iters", "lr", "mock_data", "nproc", "recipe"}
-"""Options that a recipe has only if the user gave them: the plan does without."""
+"""Options that a recipe contains only if the user gave them: a plan does not need them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A finished search, and what it was for."""
+    """A finished search with its inputs."""
 
     search: Search
     config: TrainConfig
-    """What the user asked for."""
+    """Options of the user."""
     family: Family
     command: str
     """``gpt``, ``mamba``, ``bert`` or ``t5``."""
@@ -31,11 +31,11 @@ class Planned:
     system: System
     train_tokens: float
     seconds: float
-    """That the search took."""
+    """Duration of the search."""
 
 
 def plan_text(plan: Planned, top: int) -> str:
-    """Write the ranked table, the reasons for what is not in it, and the rules of thumb."""
+    """Return the ranked table, the reasons of rejected layouts, and the rules of thumb."""
     batch, system = plan.config.batch, plan.system
     count = parameters(plan.config, plan.family, plan.vocab_size)
     hosts = -(-plan.world_size // system.gpus_per_node)
@@ -114,7 +114,7 @@ def _rejections(search: Search) -> list[str]:
 
 
 def rules_of_thumb(plan: Planned, row: Row) -> list[str]:
-    """Hold the usual rules against a layout: which it follows, and why it does not."""
+    """Return, for each usual rule, whether a layout follows it, and else why not."""
     parallel = row.config.parallelism
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp, inside = parallel.context_parallel_size, plan.system.gpus_per_node
@@ -131,7 +131,7 @@ def rules_of_thumb(plan: Planned, row: Row) -> list[str]:
         (
             "pp for models above 70B",
             (pp > 1) == (billions > 70),
-            f"{billions:.0f}B with pp {pp}: the model finds that "
+            f"{billions:.0f}B with pp {pp}: by the estimate "
             + (
                 "a pipeline costs less than wider tensor parallelism or sharded weights here"
                 if pp > 1
@@ -161,7 +161,7 @@ def rules_of_thumb(plan: Planned, row: Row) -> list[str]:
 
 
 def explain_text(plan: Planned, place: int) -> str:
-    """Write everything about one row of the table.
+    """Return all details of one row of the table.
 
     Raises:
         ValueError: if the table has no such row.
@@ -197,14 +197,14 @@ def chosen_row(plan: Planned, place: int) -> Row:
 
 
 def layout_flags(plan: Planned, row: Row) -> list[str]:
-    """Spell the flags in which a layout differs from the run that was asked for."""
+    """Return the flags in which a layout differs from the user's options."""
     before = changed_options(plan.config)
     after = changed_options(row.config)
     return to_flags({k: v for k, v in after.items() if before.get(k) != v})
 
 
 def recipe_text(plan: Planned, row: Row, given: Collection[str]) -> str:
-    """Write a layout as a recipe of ``mcore-train gpt``, and comments on further flags."""
+    """Return a layout as a recipe of ``mcore-train gpt``, with comments on further flags."""
     table: dict[str, Value] = {
         name: value
         for name, value in changed_options(row.config).items()
@@ -220,7 +220,7 @@ def recipe_text(plan: Planned, row: Row, given: Collection[str]) -> str:
 
 
 def plan_json(plan: Planned) -> dict[str, Any]:
-    """Gather everything as one JSON object; bytes and seconds."""
+    """Return the plan as one JSON object, in bytes and seconds."""
     return {
         "command": plan.command,
         "parameters": parameters(plan.config, plan.family, plan.vocab_size),

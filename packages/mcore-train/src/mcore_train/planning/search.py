@@ -1,8 +1,8 @@
-"""All layouts of a model on a cluster, pruned and ranked by predicted tokens per second.
+"""Searches all layouts of a model on a cluster, ranked by predicted tokens per second.
 
-Every layout is a config that ``mcore-train`` would take. Impossible ones are counted by the
-reason; the others are timed with the formula of their bubble, and the best again by simulating
-their schedule and resolving their options, as a run does.
+Every layout is a config that ``mcore-train`` accepts. Impossible layouts are counted by their
+reason. The others are timed with the formula of their bubble; the best are timed again by
+simulating their schedule, and their options are resolved as a run does.
 """
 
 import re
@@ -27,7 +27,7 @@ from mcore_train.resolution import ConflictError, resolve
 
 MOST_CHUNKS = 4
 GRAPH_GAIN = 0.02
-"""Share of a step that the host adds, above which a CUDA graph is tried."""
+"""Share of a step that the host takes, above which a CUDA graph is tried."""
 _FIELDS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -45,26 +45,26 @@ class Row:
     step: StepTime
     memory: RankMemory
     tokens_per_s: float
-    """Of a GPU."""
+    """Per GPU."""
     mfu: float
 
     @property
     def name(self) -> str:
-        """The layout in few words."""
+        """Short name of the layout."""
         return layout_name(self.config)
 
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """What a search found."""
+    """Result of a search."""
 
     rows: list[Row]
     """Layouts that fit, fastest first."""
     num_tried: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Layouts that cannot be, by reason."""
+    """Number of impossible layouts by reason."""
     examples: dict[str, str] = field(default_factory=dict)
-    """One layout of each reason, with its numbers."""
+    """One example of each reason, with its numbers."""
 
 
 def search_layouts(
@@ -78,17 +78,18 @@ def search_layouts(
     searches_fp8: bool = False,
     top: int = 10,
 ) -> Search:
-    """Rank the layouts of a run.
+    """Return the layouts of a run that fit, ranked by tokens per second.
 
     Args:
-        config: the model, its batches and options that stay.
+        config: the model, its batches and options that are not searched.
         family: of the model.
         world_size: GPUs.
         vocab_size: tokens of the model.
         system: constants of the cluster.
-        pinned: options that the user gave, by field: they are not searched.
-        searches_fp8: whether to try fp8 linears too.
-        top: layouts to return at most; of three times as many the schedule is simulated.
+        pinned: fields that the user gave; they are not searched.
+        searches_fp8: also try fp8 linears.
+        top: largest number of layouts to return; the schedules of three times as many are
+            simulated.
 
     Raises:
         ConflictError: (a ValueError) for faults of the options that every layout has.
@@ -96,14 +97,14 @@ def search_layouts(
     """
     if lines := _command_faults(config, family, world_size, vocab_size, system, pinned):
         raise ConflictError(lines)
-    found = Search(rows=[])
+    search = Search(rows=[])
     flops = _step_flops(config, family, vocab_size)
     rough: list[tuple[float, TrainConfig, RankMemory]] = []
-    for layout in _layouts(config, family, world_size, vocab_size, system, pinned, found):
+    for layout in _layouts(config, family, world_size, vocab_size, system, pinned, search):
         bases = list(_variants(layout, family, world_size, pinned, searches_fp8))
         if not bases:
             _reject(
-                found,
+                search,
                 "no micro-batch divides --global-batch-size over the data ranks",
                 layout_name(layout),
             )
@@ -111,12 +112,12 @@ def search_layouts(
             fitting, smallest = _fitting(base, family, world_size, vocab_size, system, pinned)
             if not fitting:
                 _reject(
-                    found,
-                    "does not fit, whatever is recomputed or offloaded",
+                    search,
+                    "does not fit, even with full recomputation and offloading",
                     f"{layout_name(base)}: {smallest / GIB:.0f} GiB of {system.memory_gib:.0f}",
                 )
             for tried, memory in fitting:
-                found.num_tried += 1
+                search.num_tried += 1
                 step = predict_step(
                     tried, family, world_size, vocab_size, system, simulates=False
                 )
@@ -129,26 +130,27 @@ def search_layouts(
                     rough.append((step.total, graph, memory))
     rough.sort(key=lambda each: each[0])
     finalists = []
-    # Formulas flatter some schedules: layouts without a pipeline are not measured by them.
+    # The bubble formulas favour some schedules, so layouts with and without a pipeline are
+    # ranked separately before the simulation.
     by_kind: tuple[list, list] = ([], [])
     for each in rough:
         by_kind[each[1].parallelism.pipeline_model_parallel_size > 1].append(each)
     for _, tried, memory in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
         try:
             step = predict_step(tried, family, world_size, vocab_size, system)
-        except ValueError as error:  # the schedule cannot be, such as with few micro-batches
-            _reject(found, _plain(str(error)), layout_name(tried))
+        except ValueError as error:  # impossible schedule, such as with few micro-batches
+            _reject(search, _plain(str(error)), layout_name(tried))
             continue
         finalists.append((step.total, tried, memory, step))
     finalists.sort(key=lambda each: each[0])
     num_tokens = _step_tokens(config)
     for seconds, tried, memory, step in finalists:
-        if len(found.rows) >= top:
+        if len(search.rows) >= top:
             break
         if problem := _problem(tried, family, world_size):
-            _reject(found, problem, layout_name(tried))
+            _reject(search, problem, layout_name(tried))
             continue
-        found.rows.append(
+        search.rows.append(
             Row(
                 config=tried,
                 step=step,
@@ -157,21 +159,21 @@ def search_layouts(
                 mfu=flops / seconds / world_size / (system.peak_tflops * 1e12),
             )
         )
-    if not found.rows:
+    if not search.rows:
         reasons = "; ".join(
-            f"{reason} ({count}, such as {found.examples[reason]})"
-            for reason, count in found.rejected.most_common(4)
+            f"{reason} ({count}, such as {search.examples[reason]})"
+            for reason, count in search.rejected.most_common(4)
         )
         raise ValueError(
             f"no layout of this model fits on {world_size} GPUs of {system.memory_gib:.0f} "
             f"GiB: {reasons}. Use more GPUs, a shorter --seq-length, or "
             "--optimizer-cpu-offload."
         )
-    return found
+    return search
 
 
 def layout_name(config: TrainConfig) -> str:
-    """Describe a layout in few words, such as ``tp4 sp pp2 (zb-v) mb1``."""
+    """Return a short name of a layout, such as ``tp4 sp pp2 (zb-v) mb1``."""
     parallel, pipeline = config.parallelism, config.pipeline
     words = []
     for short, name in _FIELDS.items():
@@ -214,13 +216,13 @@ def _layouts(
     pinned: Sequence[str],
     found: Search,
 ) -> Iterator[TrainConfig]:
-    """Yield the possible degrees, and count the impossible ones."""
-    given = config.parallelism
+    """Yield configs with the possible degrees; count impossible degrees in ``found``."""
+    requested = config.parallelism
     powers = [2**n for n in range(14) if 2**n <= world_size]
     degrees = sorted({*powers, *(3 * n for n in powers), world_size})
 
     def choices(name: str, values: list[int]) -> list[int]:
-        return [getattr(given, name)] if name in pinned else values
+        return [getattr(requested, name)] if name in pinned else values
 
     experts, layers = config.experts.num_experts, family.num_layers(config.model)
     long = config.batch.seq_length > 8192
@@ -251,7 +253,7 @@ def _layouts(
         for ep, etp in product(eps, etps):
             if (ep > 1 and (world_size // pp) % (ep * (etp or tp))) or (etp and tp == 1):
                 continue
-            parallel = _with_degrees(given, tp, pp, cp, ep, etp, pinned)
+            parallel = _with_degrees(requested, tp, pp, cp, ep, etp, pinned)
             problems = family.layout_problems(
                 config.model, parallel, config.experts, config.batch.seq_length
             )
@@ -269,10 +271,10 @@ def _command_faults(
     system: System,
     pinned: Sequence[str],
 ) -> list[str]:
-    """Return the conflicts that all layouts share: they come from the options that stay.
+    """Return the conflicts that all layouts share: those of options that are not searched.
 
-    Usually the first layout has none and ends the walk. Otherwise the walk takes each set of
-    degrees once, and of the first, the middle and the last set every kind of layout.
+    Usually the first layout has no conflict, and the function returns. Otherwise it checks each
+    set of degrees once, and all variants of the first, the middle and the last set.
     """
     layouts = list(
         _layouts(config, family, world_size, vocab_size, system, pinned, Search(rows=[]))
@@ -321,7 +323,7 @@ def _variants(
     pinned: Sequence[str],
     searches_fp8: bool,
 ) -> Iterator[TrainConfig]:
-    """Yield the options of one set of degrees."""
+    """Yield all variants of the other options for one set of degrees."""
     parallel, batch = config.parallelism, config.batch
     pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     dp = world_size // (parallel.tensor_model_parallel_size * pp * cp)
@@ -357,7 +359,7 @@ def _pipelines(
     if pp == 1 or set(names) & set(pinned):
         return [{}]
     layers = family.num_layers(config.model)
-    found: list[PipelineConfig] = []
+    pipelines: list[PipelineConfig] = []
     for name in SCHEDULES:
         for chunks in range(2, MOST_CHUNKS + 1) if name == "interleaved" else (1,):
             stages = pp * (2 if name in V_SHAPED else chunks)
@@ -365,7 +367,7 @@ def _pipelines(
             if layers % stages and (stages > pp or not first_last):
                 continue
             first, last = first_last or (0, 0)
-            found.append(
+            pipelines.append(
                 replace(
                     config.pipeline,
                     pipeline_schedule=name,
@@ -374,11 +376,11 @@ def _pipelines(
                     decoder_last_pipeline_num_layers=last,
                 )
             )
-    return [{"pipeline": each} for each in found]
+    return [{"pipeline": each} for each in pipelines]
 
 
 def _uneven(layers: int, pp: int) -> tuple[int, int] | None:
-    """Share layers out so that only the first and last rank have fewer; None: they cannot."""
+    """Return layers of the first and last rank, if only these have fewer; None: impossible."""
     rest = layers - (pp - 2) * -(-layers // pp)
     return (rest - rest // 2, rest // 2) if pp > 2 and rest > 1 else None
 
@@ -395,49 +397,50 @@ def _context_kinds(config: TrainConfig, pinned: Sequence[str]) -> list[dict[str,
 
 def _shardings(config: TrainConfig, ranks: int, pinned: Sequence[str]) -> list[dict[str, Any]]:
     names = {"use_distributed_optimizer", "use_torch_fsdp2", "data_parallel_sharding_strategy"}
-    given = config.data_parallelism
+    requested = config.data_parallelism
     if ranks == 1 or names & set(pinned):
         return [{}]
     zero1 = replace(
-        given,
+        requested,
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     )
-    found = [zero1]
+    shardings = [zero1]
     parallel = config.parallelism
     if parallel.pipeline_model_parallel_size == parallel.expert_model_parallel_size == 1:
-        found += [
+        shardings += [
             DataParallelConfig(
-                data_parallel_sharding_strategy=name, main_grads_dtype=given.main_grads_dtype
+                data_parallel_sharding_strategy=name,
+                main_grads_dtype=requested.main_grads_dtype,
             )
             for name in ("optim_grads", "optim_grads_params")
         ]
-    return [{"data_parallelism": each} for each in found]
+    return [{"data_parallelism": each} for each in shardings]
 
 
 def _dispatchers(config: TrainConfig, pinned: Sequence[str]) -> list[dict[str, Any]]:
-    """List how tokens reach experts: exchanged exactly, or in rows of a fixed number."""
+    """List choices of the token exchange: exact sizes, or a fixed number of rows."""
     parallel, moe = config.parallelism, config.experts
     ep = parallel.expert_model_parallel_size
     if ep == 1 or "moe_token_dispatcher_type" in pinned:
         return [{}]
-    found: list[dict[str, Any]] = [{}]
+    choices: list[dict[str, Any]] = [{}]
     for kind in ("allgather", "symmetric"):
         fixed = replace(moe, moe_token_dispatcher_type=kind, moe_expert_rows_limit=float(ep))
-        found.append({"experts": fixed})
-    return found
+        choices.append({"experts": fixed})
+    return choices
 
 
 def _with_graph(config: TrainConfig, pinned: Sequence[str]) -> TrainConfig | None:
-    """Return the layout recorded as one CUDA graph; None: it cannot be, or is not searched."""
+    """Return the layout with one CUDA graph; None if it is impossible or not searched."""
     parallel, moe = config.parallelism, config.experts
     ep = parallel.expert_model_parallel_size
-    can = parallel.pipeline_model_parallel_size == 1 and not is_t5(config)
-    can &= not config.data_parallelism.is_fully_sharded
-    can &= ep == 1 or moe.moe_expert_rows_limit >= ep
-    can &= config.recomputation.recompute_granularity != "full"
-    if not can or "cuda_graph_impl" in pinned:
+    is_possible = parallel.pipeline_model_parallel_size == 1 and not is_t5(config)
+    is_possible &= not config.data_parallelism.is_fully_sharded
+    is_possible &= ep == 1 or moe.moe_expert_rows_limit >= ep
+    is_possible &= config.recomputation.recompute_granularity != "full"
+    if not is_possible or "cuda_graph_impl" in pinned:
         return None
     return replace(config, run=replace(config.run, cuda_graph_impl="full_iteration"))
 
@@ -450,27 +453,27 @@ def _fitting(
     system: System,
     pinned: Sequence[str],
 ) -> tuple[list[tuple[TrainConfig, RankMemory]], float]:
-    """Recompute and offload as little as fits.
+    """Return variants of a layout that fit with the least recomputation and offloading.
 
-    Offloading is tried only where it saves recomputation.
+    More offloading is kept only if it needs less recomputation.
 
     Returns:
-        What fits, and the bytes of the smallest that was tried.
+        Variants that fit with their memory, and the bytes of the smallest variant.
     """
     limit = (system.memory_gib - CONTEXT_GIB) * GIB
     fitting: list[tuple[TrainConfig, RankMemory]] = []
-    rungs, offloads = _recomputing(config, family, pinned), _offloads(config, pinned)
-    least = replace(config, recomputation=rungs[-1], offloading=offloads[-1])
-    smallest = predict_memory(least, family, world_size, vocab_size, system).total
+    recomputations, offloads = _recomputing(config, family, pinned), _offloads(config, pinned)
+    smallest_config = replace(config, recomputation=recomputations[-1], offloading=offloads[-1])
+    smallest = predict_memory(smallest_config, family, world_size, vocab_size, system).total
     if smallest > limit:
         return [], smallest
     for offload in offloads:
-        for rung, recomputation in enumerate(rungs):
+        for index, recomputation in enumerate(recomputations):
             tried = replace(config, recomputation=recomputation, offloading=offload)
             memory = predict_memory(tried, family, world_size, vocab_size, system)
             if memory.total <= limit:
                 fitting.append((tried, memory))
-                rungs = rungs[:rung]
+                recomputations = recomputations[:index]
                 break
     return fitting, smallest
 
@@ -478,35 +481,35 @@ def _fitting(
 def _recomputing(
     config: TrainConfig, family: Family, pinned: Sequence[str]
 ) -> list[RecomputeConfig]:
-    """List what may be recomputed, from nothing to whole layers."""
+    """List recomputation options, from nothing to whole layers."""
     if "recompute_granularity" in pinned:
         return [config.recomputation]
     light = ("layernorm", "moe_act" if config.experts.num_experts else "mlp_act")
     layers = family.num_layers(config.model)
     layers //= config.parallelism.pipeline_model_parallel_size * config.pipeline.num_chunks
-    found = [
+    recomputations = [
         RecomputeConfig(),
         RecomputeConfig(recompute_granularity="selective", recompute_modules=light),
     ]
     if layers > 1:
-        found.append(
+        recomputations.append(
             RecomputeConfig(
                 recompute_granularity="full",
                 recompute_method="block",
                 recompute_num_layers=layers // 2,
             )
         )
-    return [*found, RecomputeConfig(recompute_granularity="full")]
+    return [*recomputations, RecomputeConfig(recompute_granularity="full")]
 
 
 def _offloads(config: TrainConfig, pinned: Sequence[str]) -> list[OffloadConfig]:
-    given = config.offloading
+    requested = config.offloading
     if "optimizer_cpu_offload" in pinned:
-        return [given]
+        return [requested]
     return [
-        given,
-        replace(given, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
-        replace(given, optimizer_cpu_offload=True),
+        requested,
+        replace(requested, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+        replace(requested, optimizer_cpu_offload=True),
     ]
 
 
@@ -527,7 +530,7 @@ def _crossing(
     tp: int,
     pp: int,
 ) -> str:
-    """Compare tensor ranks over two hosts with as many as a host has."""
+    """Describe how much slower tensor ranks over two hosts are than those of one host."""
     inside = system.gpus_per_node
     times = []
     for degree in (tp, inside):
@@ -543,10 +546,10 @@ def _crossing(
 
 
 def _reject(found: Search, reason: str, example: str) -> None:
-    """Count a layout under its reason; reasons that differ in their numbers alone are one."""
+    """Count a rejected layout by reason; reasons that differ only in numbers are one."""
     words = re.sub(r"\d+", "", reason)
-    alike = (each for each in found.rejected if re.sub(r"\d+", "", each) == words)
-    reason = next(alike, reason)
+    known_reasons = (each for each in found.rejected if re.sub(r"\d+", "", each) == words)
+    reason = next(known_reasons, reason)
     found.rejected[reason] += 1
     if reason not in found.examples or "slower" in example:
         found.examples[reason] = example
@@ -558,13 +561,13 @@ def _plain(problem: str) -> str:
 
 
 def _problem(config: TrainConfig, family: Family, world_size: int) -> str:
-    """Return the first conflict that a run would refuse; empty: none."""
+    """Return the first conflict of a config; empty: none."""
     lines = _conflicts(config, family, world_size)
     return _plain(lines[0]) if lines else ""
 
 
 def _conflicts(config: TrainConfig, family: Family, world_size: int) -> list[str]:
-    """Return all conflicts that a run would refuse."""
+    """Return all conflicts of a config."""
     try:
         resolve(config, world_size, family=family)
     except ConflictError as error:

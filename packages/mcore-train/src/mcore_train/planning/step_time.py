@@ -1,9 +1,10 @@
-"""Seconds of a training step of one layout, composed as the runner composes it.
+"""Predicts the seconds of a training step of one layout.
 
-Forwards and backwards follow the pipeline schedule (``pipeline_parallel.simulator``); data
-ranks reduce gradients under the last backward and gather weights under the first forward as
-``--overlap-grad-reduce`` and ``--overlap-param-gather`` do; what is not hidden, and the share
-of the hidden that slows the kernels above it, is added; then the optimizer updates its shard.
+Forwards and backwards follow the pipeline schedule (``pipeline_parallel.simulator``). Data
+ranks reduce gradients under the last backward and gather weights under the first forward, with
+``--overlap-grad-reduce`` and ``--overlap-param-gather``. Exposed communication is added, and so
+is a share of the hidden communication, by which it slows the kernels that hide it. Then the
+optimizer updates its shard.
 """
 
 from collections import Counter, defaultdict
@@ -41,13 +42,13 @@ class StepTime:
     """Seconds of a step."""
 
     parts: dict[str, float] = field(default_factory=dict)
-    """By part; they sum to ``total``: gemm, experts, attention, other kernels, exposed messages
-    by axis, bubble, optimizer, offload, host."""
+    """Seconds by part, with the sum ``total``: gemm, experts, attention, other kernels, exposed
+    messages by axis, bubble, optimizer, offload, host."""
     bubble_fraction: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.parts.values())
 
 
@@ -60,7 +61,7 @@ def predict_step(
     *,
     simulates: bool = True,
 ) -> StepTime:
-    """Predict the time of one step.
+    """Return the predicted time of one step, by part.
 
     Args:
         config: all options; its layout must be possible.
@@ -78,13 +79,13 @@ def predict_step(
     micro = batch.micro_batch_size
     num_microbatches = max(1, (batch.global_batch_size or micro * dp) // (micro * dp))
     shape = model_shape(config, family.name, vocab_size)
-    # Layers on the fullest rank: what one stage repeats.
+    # Layers on the fullest rank. ``layers`` is the work of a mean layer.
     per_rank = -(-shape.num_layers // pp)
     layers = no_work()
     for layer, count in shape.layers:
         tokens = _tokens(config, layer.stack)
-        found = layer_work(layer, config, tokens, system, num_microbatches)
-        for kind, parts in found.items():
+        estimated = layer_work(layer, config, tokens, system, num_microbatches)
+        for kind, parts in estimated.items():
             for part, seconds in parts.items():
                 layers[kind][part] += seconds * count / shape.num_layers
     main = _tokens(config, "decoder" if is_t5(config) else "")
@@ -112,28 +113,28 @@ def predict_step(
     )
     ends = sum(map(_seconds, embedding.values()))
     if pp == 1:
-        one = _micro_batch_s(layers, embedding, head, per_rank)
-        schedule_s, bubble = num_microbatches * one, 0.0
+        micro_batch_s = _micro_batch_s(layers, embedding, head, per_rank)
+        schedule_s, bubble = num_microbatches * micro_batch_s, 0.0
     elif simulates:
         schedule_s, bubble = step_times(
             config.pipeline, family.num_layers(config.model), pp, num_microbatches, costs
         )
         schedule_s += num_microbatches * ends
     else:
-        one = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
+        micro_batch_s = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
         bubble = bubble_formula(config, pp, num_microbatches)
-        schedule_s = num_microbatches * one * (1 + bubble) + num_microbatches * ends
+        schedule_s = num_microbatches * micro_batch_s * (1 + bubble) + num_microbatches * ends
     parts = _mean_parts(layers, embedding, head, shape.num_layers / pp, pp, num_microbatches)
     idle = max(0.0, schedule_s - sum(parts.values()))
     parts["bubble" if pp > 1 else "host"] = idle
-    away = config.offloading.cpu_offloading_num_layers
-    if away:
-        bytes_away = kept_bytes(config, main.own) * away
+    num_offloaded = config.offloading.cpu_offloading_num_layers
+    if num_offloaded:
+        bytes_away = kept_bytes(config, main.own) * num_offloaded
         one_way = bytes_away / system.host_gb_s / 1e9
         forward, backward = costs.layer[FORWARD], costs.layer[INPUT] + costs.layer[WEIGHT]
-        shown = max(0.0, one_way - per_rank * forward)
-        shown += max(0.0, one_way - per_rank * backward)
-        parts["offload"] = num_microbatches * shown
+        exposed_s = max(0.0, one_way - per_rank * forward)
+        exposed_s += max(0.0, one_way - per_rank * backward)
+        parts["offload"] = num_microbatches * exposed_s
     backward = schedule_s / num_microbatches * 0.66
     for name, seconds in _data_parallel_s(config, shape, world_size, system, backward).items():
         parts[name] = parts.get(name, 0.0) + seconds
@@ -147,7 +148,7 @@ def predict_step(
 
 
 def kept_bytes(config: TrainConfig, tokens: int) -> float:
-    """Return the bytes that a layer keeps of a micro-batch for backward, on a rank."""
+    """Return the bytes of activations that a layer keeps for backward, on a rank."""
     widths = kept_widths(config.model, config.experts)
     mixers = stack_mixers(config.model, config.experts)
     wide = sum(
@@ -157,7 +158,7 @@ def kept_bytes(config: TrainConfig, tokens: int) -> float:
 
 
 def bubble_formula(config: TrainConfig, pp: int, num_microbatches: int) -> float:
-    """Return the idle share of a schedule, as a share of its work, by the formulas.
+    """Return the idle time of a schedule as a share of its work, by published formulas.
 
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473 (interleaved); Qi et al. 2023,
@@ -177,12 +178,12 @@ def _tokens(config: TrainConfig, stack: str) -> Tokens:
     length = batch.seq_length
     if stack == "decoder" and is_t5(config):
         length = batch.decoder_seq_length  # pyrefly: ignore
-    own = batch.micro_batch_size * length // config.parallelism.context_parallel_size
-    return Tokens(batch.micro_batch_size, length, own)
+    num_tokens = batch.micro_batch_size * length // config.parallelism.context_parallel_size
+    return Tokens(batch.micro_batch_size, length, num_tokens)
 
 
 def _seconds(parts: Parts) -> float:
-    """Kernels run while the host launches later ones: the slower of the two is seen."""
+    """Return the seconds of parts: the slower of the device and the host, which overlap."""
     device = sum(seconds for part, seconds in parts.items() if part != "host")
     return max(device, parts["host"])
 
@@ -196,9 +197,10 @@ def _recover_power(
     config: TrainConfig,
     system: System,
 ) -> None:
-    """Scale GEMMs to the clock that the power limit leaves.
+    """Speed GEMMs up, in place, by the higher clock that pauses between GEMMs allow.
 
-    Full clocks come back with the share of a step in which neither GEMMs nor attention run.
+    Under the power limit, the clock grows with the share of a step in which neither GEMMs nor
+    attention run.
     """
     total = busy = 0.0
     for work, times in ((layers, per_rank), (head, 1 / pp)):
@@ -228,7 +230,7 @@ def _message_s(config: TrainConfig, tokens: int, system: System) -> float:
 def _mean_parts(
     layers: Work, embedding: Work, head: Work, per_rank: float, pp: int, num_microbatches: int
 ) -> dict[str, float]:
-    """Add up the parts of a mean rank but the host's, which runs ahead."""
+    """Return the parts of a mean rank's step, without the host, which runs ahead."""
     parts: Parts = defaultdict(float)
     for work, times in ((layers, per_rank), (head, 1 / pp), (embedding, 1.0)):
         for one in work.values():
@@ -239,7 +241,7 @@ def _mean_parts(
 
 
 def _micro_batch_s(layers: Work, embedding: Work, head: Work, per_rank: int) -> float:
-    """Time a micro-batch on one stage: the host may run ahead through all of it."""
+    """Return the seconds of a micro-batch on one stage, where the host may run ahead."""
     device = host = 0.0
     for work, times in ((layers, per_rank), (head, 1), (embedding, 1)):
         for one in work.values():
@@ -249,14 +251,14 @@ def _micro_batch_s(layers: Work, embedding: Work, head: Work, per_rank: int) -> 
 
 
 FSDP_BYTES = {"optim_grads": 35, "optim_grads_params": 66}
-"""Moved for each weight of a rank and micro-batch by ``fully_shard``: copies in and out of its
-buffers and casts to and from float32, as measured on the 8B on 2 GPUs."""
+"""Bytes that ``fully_shard`` moves for each weight of a rank and micro-batch: copies in and out
+of its buffers and casts to and from float32. Measured on the 8B on 2 GPUs."""
 
 
 def _add_gathers(
     layers: Work, shape: ModelShape, config: TrainConfig, world_size: int, system: System
 ) -> None:
-    """Add a fully sharded layer's gathers and scatters that compute does not hide."""
+    """Add the exposed gathers and scatters of a fully sharded layer."""
     parallel, data = config.parallelism, config.data_parallelism
     tp = parallel.tensor_model_parallel_size
     ranks = world_size // tp // parallel.pipeline_model_parallel_size
@@ -287,7 +289,7 @@ def _add_gathers(
 def _data_parallel_s(
     config: TrainConfig, shape: ModelShape, world_size: int, system: System, backward_s: float
 ) -> dict[str, float]:
-    """Time what follows the schedule: gradients over data ranks, the update, the gather."""
+    """Return the seconds after the schedule: gradient sums, update, gather of weights."""
     parallel, data = config.parallelism, config.data_parallelism
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     ep = parallel.expert_model_parallel_size
@@ -321,11 +323,11 @@ def _data_parallel_s(
                 (reduce, data.overlap_grad_reduce, backward_s),
                 (gather, data.overlap_param_gather, backward_s / 2),
             ):
-                shown = wire * min(1.0, tail / max(1.0, elements)) if overlaps else wire
-                hidden = min(wire - shown, room)
+                exposed_s = wire * min(1.0, tail / max(1.0, elements)) if overlaps else wire
+                hidden = min(wire - exposed_s, room)
                 parts["dp"] += wire - hidden + system.contention * hidden
-    own = dense / (ranks if shards else 1) + experts / (expert_ranks if shards else 1)
-    parts["optimizer"] = system.move_s(_update_bytes(config) * own)
+    num_updated = dense / (ranks if shards else 1) + experts / (expert_ranks if shards else 1)
+    parts["optimizer"] = system.move_s(_update_bytes(config) * num_updated)
     if not data.is_fully_sharded:
         parts["optimizer"] += system.move_s(wide * (dense + experts))  # zeroed
     offload = config.offloading
@@ -334,22 +336,23 @@ def _data_parallel_s(
         rows = data.is_fully_sharded and data.main_grads_dtype == "fp32"
         state += 4 * (config.main_weights.main_params_dtype == "fp32" and not rows)
         parts["offload"] = (
-            offload.optimizer_offload_fraction * own * state / (system.host_gb_s * 1e9)
+            offload.optimizer_offload_fraction * num_updated * state / (system.host_gb_s * 1e9)
         )
     return dict(parts)
 
 
 def _moment_bytes(config: TrainConfig) -> int:
-    """Return the bytes of moments of a weight in a layer, where most weights are."""
+    """Return the bytes of optimizer moments per weight of a layer."""
     return optimizer_choice(config).element_bytes(
         in_matrix=config.optimizer.optimizer == "muon"
     )
 
 
 def _update_bytes(config: TrainConfig) -> float:
-    """Count the bytes that an elementwise update moves for each weight.
+    """Return the bytes that an elementwise update moves per weight.
 
-    It reads the gradient twice (norm and update), and reads and writes moments and weights.
+    The update reads the gradient twice (norm and update), and reads and writes moments and
+    weights.
     """
     grad = 2 if config.data_parallelism.has_narrow_grads else 4
     has_main = config.main_weights.main_params_dtype == "fp32"

@@ -1,11 +1,11 @@
-"""What a cluster gives: rates, bandwidths and latencies of GPUs, links and hosts.
+"""Constants of clusters: rates, bandwidths and latencies of GPUs, links and hosts.
 
-Shipped constants hold for H100, H200, A100 and B200. Those of the H200 were measured with this
+Shipped constants are for H100, H200, A100 and B200. Those of the H200 were measured with this
 repository's benchmarks (``kernels-h200.json``, ``collectives-h200-x4.json``,
 ``collectives-beside-gemms-h200-x4.json`` and the splits of training steps in
-``benchmarks/results``), those of the H100 by ``plan --calibrate``; the others scale them by
-data sheets; ``source`` names the origin of each system.
-``mcore-train plan --calibrate`` measures a host and writes the same fields as ``system.toml``.
+``benchmarks/results``), those of the H100 by ``plan --calibrate``; the others scale the H200's
+by data sheets. ``source`` names the origin of each system. ``mcore-train plan --calibrate``
+measures a host and writes the same fields as ``system.toml``.
 """
 
 import tomllib
@@ -26,51 +26,54 @@ class System:
 
     name: str
     source: str
-    """Where the constants come from."""
+    """Origin of the constants."""
     memory_gib: float
     """Device memory that a program can allocate."""
     peak_tflops: float
-    """Dense bf16 of the data sheet: the denominator of MFU."""
+    """Dense bf16 rate of the data sheet: the denominator of MFU."""
     gemm_tflops: float
-    """Large bf16 GEMMs without pause, at the power limit."""
+    """Rate of large bf16 GEMMs without pause, at the power limit."""
     burst_tflops: float
-    """The same GEMMs where pauses leave power: the clock is higher."""
+    """Rate of large bf16 GEMMs with pauses, which allow a higher clock."""
     fp8_tflops: float
-    """Large fp8 GEMMs without pause; 0: the GPU has no fp8."""
+    """Rate of large fp8 GEMMs without pause; 0: the GPU has no fp8."""
     power_slope: float = 0.36
-    """How much a GEMM's rate grows with the share of a step without GEMM or attention."""
+    """Growth of a GEMM's rate with the share of a step without GEMM or attention."""
     num_sms: int = 132
     attention_tflops: float
-    """Causal attention, forward and backward together, for long sequences and 128 channels."""
+    """Rate of causal attention, forward and backward together, for long sequences and 128
+    channels."""
     attention_ramp_tokens: int = 900
     """Sequence length at which attention reaches half of its rate."""
     score_channels: int = 96
-    """Channels whose products take as long as the exponential of a score."""
+    """Number of channels whose products take as long as the exponential of a score."""
     memory_gb_s: float
-    """Device memory, read and write together."""
+    """Bandwidth of device memory, read and write together."""
     link_gb_s: float
     """Bus bandwidth of collectives within a host, each way."""
     link_latency_us: float = 27.0
     network_gb_s: float = 45.0
-    """Of a GPU between hosts, each way."""
+    """Bandwidth of a GPU between hosts, each way."""
     network_latency_us: float = 60.0
-    """Of a collective, for each doubling of hosts."""
+    """Latency of a collective for each doubling of hosts."""
     gpus_per_node: int = 8
     host_gb_s: float
-    """Between device and host memory, each way."""
+    """Bandwidth between device and host memory, each way."""
     contention: float = 0.45
     """Share of a hidden collective's time by which it slows the kernels that hide it."""
     collective_skew: float = 1.4
-    """Blocking collectives within layers over their time alone: ranks wait for the slowest."""
+    """Time of blocking collectives within layers over their time alone: ranks wait for the
+    slowest."""
     host_layer_ms: float = 3.2
-    """Python and kernel launches of a dense layer, forward and backward, without graphs."""
+    """Host time of a dense layer, forward and backward, without graphs: Python and kernel
+    launches."""
     expert_sync_ms: float = 1.2
-    """Of one wait in a layer of experts without graphs: the host waits for how many rows each
-    expert has, or what expert ranks exchange, and the device for the host's next launches."""
+    """Time of one wait in a layer of experts without graphs: the host waits for the rows of
+    each expert or the sizes of an exchange, and the device for the host's next launches."""
     kernel_us: float = 2.5
-    """From the end of one small kernel to the full rate of the next."""
+    """Time from the end of one small kernel to the full rate of the next."""
     step_overhead_ms: float = 5.0
-    """Of a step: the optimizer's launches, the norm that the host waits for."""
+    """Host time of a step: launches of the optimizer, and the wait for the norm."""
     workspace_gib: float = 0.33
     """Workspaces of cuBLAS and buffers that live through a step, as measured."""
 
@@ -90,7 +93,7 @@ class System:
         if rows < 1 or outputs < 1 or inputs < 1:
             return 0.0
         tiles = ceil(rows / 128) * ceil(outputs / 128)
-        idle = max(1.0, self.num_sms / tiles)  # long sums are split over the idle ones
+        idle = max(1.0, self.num_sms / tiles)  # long sums are split over idle multiprocessors
         rate = self.fp8_tflops if dtype == "fp8" and self.fp8_tflops else self.gemm_tflops
         compute = 2 * rows * outputs * inputs * min(idle, 2.0) / rate / 1e12
         element = 1 if dtype == "fp8" else 2
@@ -132,7 +135,7 @@ class System:
 
         Args:
             kind: of the collective.
-            num_bytes: gathered, or to be scattered or summed; of all_to_all what one rank has.
+            num_bytes: bytes of the whole tensor; for all_to_all, of one rank.
             ranks: members.
             stride: distance of neighbours in the order of ranks, which fills host after host.
         """
@@ -154,7 +157,7 @@ class System:
         return turns * (max(local, remote) + latency * 1e-6)
 
     def without_flash_attn_4(self) -> "System":
-        """Return the system whose attention is cuDNN's."""
+        """Return the system with the rate of cuDNN's attention."""
         return replace(
             self,
             attention_tflops=CUDNN_ATTENTION * self.attention_tflops,
@@ -235,11 +238,11 @@ INTERCONNECTS: Mapping[str, float] = {
     "ib-800": 90.0,
     "roce-400": 42.0,
 }
-"""GB/s of a GPU between hosts, by port: nine tenths of the line rate."""
+"""GB/s of a GPU between hosts, by port: 90 % of the line rate."""
 
 
 def read_system(file: Path) -> System:
-    """Read a ``system.toml`` of ``plan --calibrate``; fields that it lacks are its base's.
+    """Read a ``system.toml`` of ``plan --calibrate``; missing fields are those of its base.
 
     Raises:
         ValueError: for a field that no system has, or a base that is not known.
@@ -247,8 +250,8 @@ def read_system(file: Path) -> System:
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     base = find_system(str(table.pop("base", "h200")))
     known = {field.name for field in fields(System)}
-    if strange := sorted(set(table) - known):
-        raise ValueError(f"{file}: no field of a system is called {strange[0]}.")
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"{file}: no field of a system is called {unknown[0]}.")
     return replace(base, **table)
 
 
@@ -265,7 +268,7 @@ def write_system(system: System, base: str) -> str:
 
 
 def system_of_device(device_name: str) -> System | None:
-    """Return the constants of a GPU by the name that its driver gives; None: there are none."""
+    """Return the constants of a GPU by its driver's name for it; None: there are none."""
     return next((s for key, s in SYSTEMS.items() if key in device_name.lower()), None)
 
 
@@ -275,10 +278,10 @@ def find_system(name: str) -> System:
     Raises:
         ValueError: if there are none of that name.
     """
-    found = SYSTEMS.get(name.lower().replace("_", "-"))
-    if found is None:
+    system = SYSTEMS.get(name.lower().replace("_", "-"))
+    if system is None:
         raise ValueError(
             f"--gpu {name} has no constants: use {', '.join(SYSTEMS)}, or --system FILE, as "
             "mcore-train plan --calibrate writes it on a host with that GPU."
         )
-    return found
+    return system

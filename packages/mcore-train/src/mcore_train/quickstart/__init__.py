@@ -1,1 +1,1 @@
-"""The first tour: a GPT that learns a book."""
+"""The quickstart: trains a GPT on a book."""

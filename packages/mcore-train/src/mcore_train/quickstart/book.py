@@ -1,7 +1,7 @@
-"""The shipped book as training data: chapters held out, tokenizer, token files.
+"""Prepares the shipped book as training data: held-out chapters, tokenizer, token files.
 
-The King James Bible of 1611 (public domain), one chapter a line. Nothing of the held-out
-chapters is seen before they are scored: the tokenizer too is trained on the others.
+The book is the King James Bible of 1611 (public domain), one chapter a line. Held-out chapters
+are not used before they are scored: the tokenizer, too, is trained only on the others.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from mcore_data.preprocessing.preprocessing import preprocess
 from mcore_data.preprocessing.tokenizer_training import train_tokenizer
 
 NUM_HELD_OUT = 60
-"""Chapters that are scored and never trained on."""
+"""Number of chapters that are scored and never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Book:
 
 @dataclass(frozen=True, slots=True)
 class TokenFiles:
-    """Where the prepared data lies."""
+    """Paths of the prepared data."""
 
     tokenizer: Path
     train: Path
     """Prefix of a ``.bin``/``.idx`` pair."""
     held_out: Path
-    """The same for the held-out chapters."""
+    """Prefix of the pair of held-out chapters."""
 
 
 def read_book(seed: int) -> Book:
-    """Read the shipped book and hold chapters out by seed."""
+    """Return the chapters of the shipped book, some of them held out by seed."""
     packed = files("mcore_train") / "books" / "kjv.jsonl.gz"
     lines = gzip.decompress(packed.read_bytes()).decode().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
@@ -49,7 +49,7 @@ def read_book(seed: int) -> Book:
 
 
 def token_files(folder: Path) -> TokenFiles:
-    """Name the prepared files below a folder; touches no disk."""
+    """Return the paths of prepared files below a folder; reads no disk."""
     return TokenFiles(
         folder / "tokenizer", folder / "train_text_document", folder / "held_out_text_document"
     )

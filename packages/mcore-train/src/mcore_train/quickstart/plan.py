@@ -18,21 +18,21 @@ GLOBAL_BATCH_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TourConfig(Options):
-    """The tour from a book's text to a paragraph."""
+    """Options of the tour from a book's text to a generated paragraph."""
 
     output: str = "runs/quickstart"
-    """Folder for everything that the tour writes. A tour of the same options that was stopped
-    there continues; any other that is there is deleted."""
+    """Folder for all files of the tour. A stopped tour with the same options continues in its
+    folder; the files of any other tour are deleted."""
     steps: int = option(1000, minimum=20, hint="Fewer leave nothing to resume and end.")
     """Training steps of 2048 tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: CUDA where present."""
+    """Device to compute on; auto: CUDA if present."""
     seed: int = option(1234, minimum=0, below=2**32)
-    """Seed of the held-out chapters, the weights, the data order and the writing."""
+    """Seed of the held-out chapters, the weights, the data order and the generated text."""
     num_words: int = option(300, minimum=1)
-    """Words to write at the end."""
+    """Words of the generated text at the end."""
     nproc: int = option(0, minimum=0)
-    """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+    """Ranks to start on this host; 0: only this process, or the ranks that torchrun started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
-"""``mcore-train quickstart``: from a book's text to a paragraph, in a few minutes on a CPU.
+"""Implements ``mcore-train quickstart``: from a book's text to a generated paragraph.
 
-Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters, continues
-from its own checkpoint, converts to a Hugging Face folder and writes. Every stage is what the
-commands do that it names at the end; under several ranks they all train and score, and the
-first writes. A tour that was stopped continues from its last checkpoint.
+Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters, resumes from
+its own checkpoint, converts to a Hugging Face folder and generates text, in a few minutes on a
+CPU. The commands that it prints at the end do the same stages. With several ranks all of them
+train and score, and the first generates. A stopped tour continues from its last checkpoint.
 """
 
 import json
@@ -56,26 +56,26 @@ TEMPERATURE = 0.8
 RESUMED_STEPS = 10
 """Number of last steps that are trained twice: without a stop, and from a checkpoint."""
 MARKER = "quickstart.json"
-"""File with the options of a tour, later its results; a folder with this file is a tour's."""
+"""File with the options of a tour and later its results; it marks a folder as a tour's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What training leaves behind."""
+    """Result of the training."""
 
     run: Run
     is_exact: bool
-    """Whether the steps after the checkpoint came out equal to the last bit."""
+    """Whether the resumed steps are equal to the last bit."""
 
 
 def run_quickstart(options: QuickstartConfig) -> int:
-    """Do the whole tour on this process's place in the world.
+    """Run the tour on this rank; return the exit code.
 
     Returns:
         0; 1 if SIGTERM or Ctrl-C stopped it before training was done.
 
     Raises:
-        ValueError: if the options contradict each other or the world.
+        ValueError: if the options conflict with each other or with the number of ranks.
     """
     started_s = time.monotonic()
     world = launcher.read_environment()
@@ -103,7 +103,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
             results |= {"minutes": (time.monotonic() - started_s) / 60}
             _write_marker(output, results)
             log.info("%s\n", _loss_plot(output / "checkpoint" / METRICS))
-            _say_goodbye(output, results)
+            _log_next_commands(output, results)
         _meet(ctx)
     return 0
 
@@ -128,7 +128,7 @@ def _prepare(book: Book, output: Path) -> None:
 
 
 def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> TrainingResult | None:
-    """Train to the end; then do the last steps again from the checkpoint before them.
+    """Train to the end; then repeat the last steps from the checkpoint before them.
 
     Returns:
         None if a signal stopped it before.
@@ -176,7 +176,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
 
 
 def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
-    """Continue from the checkpoint of a step to the end, without saving; None: stopped."""
+    """Train from the checkpoint of a step to the end, without saving; None if stopped."""
     config = replace(
         plan.config,
         loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
@@ -187,7 +187,7 @@ def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
 
 
 def _is_same(a: Run, b: Run, ctx: ParallelContext) -> bool:
-    """Whether all weights and all of the optimizer's state are equal on all ranks, bitwise."""
+    """Whether all weights and optimizer state are equal on all ranks, bitwise."""
     pairs = [(model_shards(a), model_shards(b)), (optimizer_shards(a), optimizer_shards(b))]
     same = all(
         torch.equal(one.data, two.data)
@@ -199,7 +199,7 @@ def _is_same(a: Run, b: Run, ctx: ParallelContext) -> bool:
 
 
 def _score(run: Run, output: Path) -> Score:
-    """Score the held-out chapters: every token but the very first, on all ranks together."""
+    """Return the score of the held-out chapters: every token but the first, on all ranks."""
     chapters = GPTDataset(
         IndexedDataset(token_files(output / "data").held_out),
         sequence_length=SEQ_LENGTH,
@@ -227,9 +227,9 @@ def _report_score(score: Score, book: Book) -> dict[str, float]:
 
 
 def _convert_and_write(options: QuickstartConfig, run: Run) -> dict[str, Any]:
-    """Convert the last checkpoint and let it write; on one rank, whatever the layout was."""
+    """Convert the last checkpoint and generate text with it, on one rank, from any layout."""
     output, config = Path(options.tour.output), run.plan.config
-    shutil.rmtree(output / "hf", ignore_errors=True)  # of a tour stopped while it converted
+    shutil.rmtree(output / "hf", ignore_errors=True)  # left by a tour that was stopped here
     mcore_to_hf(config.saving.save, output / "hf")
     log.info("Converted to a Hugging Face folder: %s\n", output / "hf")
     loaded = load_model(config.saving.save, ParallelContext.single(run.ctx.device))
@@ -257,8 +257,8 @@ def _loss_plot(metrics: Path) -> str:
     return f"{title}\n\n{curve_text(curves['train'], curves['valid'])}"
 
 
-def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
-    """Sum up, and name the commands that do more."""
+def _log_next_commands(output: Path, results: dict[str, Any]) -> None:
+    """Log a summary and the commands to try next."""
     log.info(
         "Done in %.1f minutes: %.3f bits per byte. Next:",
         results["minutes"],
@@ -289,7 +289,7 @@ def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:
     marker = output / MARKER
     if not marker.is_file():
         return False
-    ours = json.loads(json.dumps(asdict(options)))  # where a tuple is a list
+    ours = json.loads(json.dumps(asdict(options)))  # JSON turns tuples into lists
     try:
         return dict(json.loads(marker.read_bytes())).get("options") == ours
     except (ValueError, TypeError, RecursionError):
@@ -301,11 +301,12 @@ def _write_marker(output: Path, content: dict[str, Any]) -> None:
 
 
 def _clear(output: Path) -> None:
-    """Make the folder empty, if it is a tour's; refuse to touch anything else."""
+    """Empty the folder of a tour; raise if the folder holds anything else."""
     if output.is_dir() and any(output.iterdir()):
         if not (output / MARKER).is_file():
             raise ValueError(
-                f"{output} is not empty and no quickstart's: give another --output."
+                f"--output {output} is not empty and not the folder of a quickstart: give "
+                "another folder."
             )
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -313,7 +314,7 @@ def _clear(output: Path) -> None:
 
 
 def _meet(ctx: ParallelContext) -> None:
-    """Wait until every rank is here."""
+    """Wait for all ranks."""
     all_reduce(torch.zeros((), device=ctx.device), ctx.world).item()
 
 
@@ -326,17 +327,17 @@ def write_text(
     temperature: float,
     seed: int,
 ) -> str:
-    """Sample a text of ``num_words`` words, longer than the model's context if need be.
+    """Return a sampled text of ``num_words`` words, which may exceed the model's context.
 
-    Written in stretches of half a context, each after the half before it. Ends of documents
-    become line breaks.
+    Text is generated half a context at a time, with the half before it as the prompt. Ends of
+    documents become line breaks.
 
     Args:
         model: whole, in eval mode.
         tokenizer: has an end-of-document token, which begins the text.
-        num_words: length of the text, after which it is cut.
+        num_words: length of the text; longer texts are cut.
         context_tokens: tokens that the model was trained to see.
-        temperature: scores are divided by it; below 1 the likely becomes likelier.
+        temperature: divisor of the logits; below 1 likely tokens become likelier.
         seed: of the draws.
     """
     eod, half = tokenizer.eod, context_tokens // 2

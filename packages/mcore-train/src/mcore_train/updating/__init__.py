@@ -1,1 +1,1 @@
-"""What updates weights: optimizers, their rates, and the scale of the loss."""
+"""Updates of weights: optimizers, learning rates, and the scale of the loss."""

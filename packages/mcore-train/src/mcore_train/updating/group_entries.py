@@ -1,7 +1,7 @@
-"""Entries of ``--parameter-groups``: ``PATTERN key=value ...``.
+"""Parses entries of ``--parameter-groups``: ``PATTERN key=value ...``.
 
 A pattern is a kind (embedding, head, norm, bias, router, vector, matrix) or matches logical
-names (``blocks.*.mlp.*``). No torch: a plan reads them before a model exists.
+names (``blocks.*.mlp.*``). No torch: a plan reads the entries before a model exists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class GroupEntry:
     min_lr: float = 0.0
     lr_factor: float = 1.0
     decay_factor: float | None = None
-    """Of --weight-decay; None: 1 for matrices, else 0."""
+    """Factor on --weight-decay; None: 1 for matrices, else 0."""
     beta1: float | None = None
     beta2: float | None = None
     optimizer: str = ""

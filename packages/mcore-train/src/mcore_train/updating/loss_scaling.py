@@ -1,8 +1,8 @@
-"""Loss scaling for float16, whose smallest numbers are not small enough for gradients.
+"""Scales the loss for float16, whose smallest numbers are too large for gradients.
 
-The loss is multiplied by a power of two before backward, and gradients are divided by it
-before the update. A dynamic scale is halved when gradients overflow, whose step is skipped,
-and doubled after a stretch of steps without; a fixed one never changes.
+The loss is multiplied by a power of two before backward, and gradients are divided by it before
+the update. A dynamic scale is halved when gradients overflow, and the step is skipped; the
+scale is doubled after a number of steps without overflow. A fixed scale never changes.
 
 Reference:
     Micikevicius et al. 2018, Mixed Precision Training, 3.2. arXiv:1710.03740.
@@ -18,7 +18,7 @@ from mcore_train.config import PrecisionConfig
 
 
 class LossScaler:
-    """The factor of the loss, equal on all ranks.
+    """Loss scale of a run, equal on all ranks.
 
     Attributes:
         scale: scalar on the device, written in place, so that CUDA graphs may read it.
@@ -40,7 +40,8 @@ class LossScaler:
         """Set the scale of the next step; no communication.
 
         Returns:
-            Whether a step that is not finite may be skipped: a lower scale can still mend it.
+            Whether a step that is not finite may be skipped, since a lower scale can still
+            help.
         """
         config = self._config
         if config.loss_scale:
@@ -51,19 +52,19 @@ class LossScaler:
                 self._num_good, self._num_left = 0, config.hysteresis
                 self._set(2.0 * self._value)
             return True
-        was_least = self._value <= config.min_loss_scale
+        was_smallest = self._value <= config.min_loss_scale
         self._num_good = 0
         self._num_left -= 1
         if self._num_left <= 0:
             self._set(max(self._value / 2.0, config.min_loss_scale))
-        return not was_least
+        return not was_smallest
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: plain numbers."""
+        """Return the state for a checkpoint, as plain numbers."""
         return {"scale": self._value, "good": self._num_good, "patience": self._num_left}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Set the state of a checkpoint; a fixed ``--loss-scale`` stays."""
+        """Set the state from a checkpoint; a fixed ``--loss-scale`` does not change."""
         if not self._config.loss_scale:
             self._num_good, self._num_left = state["good"], state["patience"]
             self._set(state["scale"])

@@ -1,8 +1,8 @@
 """Learning rate and weight decay as pure functions of the samples seen so far.
 
-Everything is counted in sequences. Lengths that flags give in steps become the sequences that
-these steps use, by the batch ramp and, in a run that continues with another batch size, by its
-past. The value for the first update is the one at zero samples.
+Everything is counted in sequences. Lengths that flags give in steps are converted to the
+sequences of these steps, by the batch ramp and, in a run that continues with another batch
+size, by the batch sizes of its earlier steps. The first update has the values at zero samples.
 """
 
 import math
@@ -26,12 +26,12 @@ _FALL: dict[str, Callable[[float], float]] = {
     "exponential": lambda x: 2 * 0.5**x - 1,
     "minus_sqrt": lambda x: 1 - math.sqrt(x),
 }
-"""From 1 at the start of a decay to 0 at its end."""
+"""Shapes of a decay: from 1 at x = 0 to 0 at x = 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRSchedule:
-    """The whole course of learning rate and weight decay, in sequences."""
+    """Parameters of the learning rate and weight decay over a run, in sequences."""
 
     max_lr: float
     min_lr: float = 0.0
@@ -44,7 +44,7 @@ class LRSchedule:
     power: float = 0.5
     power_samples: int = 0
     stages: tuple[tuple[str, int, float], ...] = ()
-    """Of style ``stages``: shape, sequences and last rate as a share of ``max_lr``."""
+    """For style ``stages``: shape, sequences and last rate as a share of ``max_lr``."""
     start_weight_decay: float = 0.0
     end_weight_decay: float = 0.0
     weight_decay_samples: int = 0
@@ -59,8 +59,9 @@ class LRSchedule:
             )
         if self.wsd_decay_samples > self.decay_samples - self.warmup_samples:
             raise ValueError(
-                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than "
-                f"what the warm-up leaves ({self.decay_samples - self.warmup_samples})."
+                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than the "
+                f"decay after the warm-up ({self.decay_samples - self.warmup_samples}): lower "
+                "it, or --lr-warmup-iters."
             )
 
 
@@ -70,7 +71,7 @@ def build_lr_schedule(
     batch: BatchConfig,
     ramp: BatchRamp,
 ) -> LRSchedule:
-    """Turn flags in steps, sequences or shares into one ``LRSchedule`` in sequences.
+    """Return the ``LRSchedule`` of the flags, with all lengths converted to sequences.
 
     Raises:
         ValueError: if the lengths do not fit each other.
@@ -150,7 +151,7 @@ def read_stages(texts: Sequence[str]) -> list[tuple[str, int, float]]:
     Raises:
         ValueError: with the stage that cannot be read.
     """
-    found = []
+    parsed = []
     for text in texts:
         try:
             style, steps, factor = text.split(":")
@@ -162,12 +163,12 @@ def read_stages(texts: Sequence[str]) -> list[tuple[str, int, float]]:
                 f"--lr-stages {text} is not STYLE:STEPS:FACTOR with a style of constant, "
                 f"{', '.join(_FALL)}, such as cosine:1000:0.1."
             )
-        found.append(stage)
-    return found
+        parsed.append(stage)
+    return parsed
 
 
 def _stage_rate(schedule: LRSchedule, samples: int) -> float:
-    """Return the rate in the stage that the update after ``samples`` sequences is in."""
+    """Return the learning rate after ``samples`` sequences under style ``stages``."""
     rate = schedule.warmup_init_lr
     for style, length, factor in schedule.stages:
         end = schedule.max_lr * factor
@@ -207,7 +208,7 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 
 
 def _height(schedule: LRSchedule, samples: int) -> float:
-    """Return how far a decay has come, from lowest (0) to highest (1)."""
+    """Return the height of a decay, from 1 (highest rate) to 0 (lowest)."""
     if schedule.decay_style != "WSD":
         length = schedule.decay_samples - schedule.warmup_samples
         return _FALL[schedule.decay_style]((samples - schedule.warmup_samples) / length)
@@ -223,26 +224,26 @@ def reconcile(
     options: ScheduleConfig,
     samples: int = 0,
 ) -> LRSchedule:
-    """Choose the schedule of a resumed run: the flags' unless the two differ from here on.
+    """Return the schedule of a resumed run; raise if checkpoint and flags differ from here on.
 
     Args:
         saved: the checkpoint's schedule, ``asdict`` of a ``LRSchedule``.
         flags: the schedule of this run's flags.
-        options: holds which of the two wins where they differ.
-        samples: sequences that the schedule has counted; what is behind them does not matter.
+        options: which of the two is used if they differ.
+        samples: sequences that the schedule has counted; differences before them are ignored.
     """
     now, then = asdict(flags), parse_schedule(saved, flags)
     if options.use_checkpoint_opt_param_scheduler:
         return then
-    there, here = _in_effect(then, samples), _in_effect(flags, samples)
-    if there != here and not options.override_opt_param_scheduler:
+    saved_values, flag_values = _in_effect(then, samples), _in_effect(flags, samples)
+    if saved_values != flag_values and not options.override_opt_param_scheduler:
         differences = ", ".join(
-            f"{name}: {getattr(then, name)} there, {now[name]} here"
-            for name in sorted(there.keys() | here.keys())
+            f"{name}: {getattr(then, name)} in the checkpoint, {now[name]} here"
+            for name in sorted(saved_values.keys() | flag_values.keys())
             if getattr(then, name) != now[name]
         )
         raise ValueError(
-            f"the checkpoint's schedule is not that of the flags ({differences}). Give "
+            f"the checkpoint's schedule differs from the flags ({differences}). Give "
             "--override-opt-param-scheduler to follow the flags (the next step has a learning "
             f"rate of {learning_rate(flags, samples):.6E}), or "
             "--use-checkpoint-opt-param-scheduler to follow the checkpoint "
@@ -252,7 +253,7 @@ def reconcile(
 
 
 def parse_schedule(saved: dict[str, Any], flags: LRSchedule) -> LRSchedule:
-    """Build a checkpoint's schedule; fields that it lacks are those of the flags."""
+    """Return a checkpoint's schedule; missing fields are those of the flags."""
     now = asdict(flags)
     then: dict[str, Any] = {**now, **{n: saved[n] for n in now if n in saved}}
     then["stages"] = tuple(tuple(stage) for stage in then["stages"])  # JSON has lists
@@ -260,25 +261,25 @@ def parse_schedule(saved: dict[str, Any], flags: LRSchedule) -> LRSchedule:
 
 
 def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, Any]:
-    """Leave out the fields that change no value after ``samples`` sequences."""
-    without = set()
+    """Return the fields that change a value after ``samples`` sequences."""
+    ignored = set()
     if schedule.decay_style == "constant":
-        without |= {"min_lr", "decay_samples"}
+        ignored |= {"min_lr", "decay_samples"}
     if schedule.decay_style not in ("WSD", "power"):
-        without |= {"wsd_decay_samples", "wsd_decay_style"}
+        ignored |= {"wsd_decay_samples", "wsd_decay_style"}
     if schedule.decay_style != "power":
-        without |= {"power", "power_samples"}
+        ignored |= {"power", "power_samples"}
     if schedule.decay_style == "stages":
-        without |= {"min_lr", "warmup_samples", "decay_samples"}
+        ignored |= {"min_lr", "warmup_samples", "decay_samples"}
     else:
-        without |= {"stages"}
+        ignored |= {"stages"}
     if samples > schedule.warmup_samples or not schedule.warmup_samples:
-        without |= {"warmup_init_lr"}
+        ignored |= {"warmup_init_lr"}
         if schedule.decay_style in ("constant", "WSD"):
-            without |= {"warmup_samples"}
+            ignored |= {"warmup_samples"}
     if (
         schedule.weight_decay_style == "constant"
         or schedule.start_weight_decay == schedule.end_weight_decay
     ):
-        without |= {"start_weight_decay", "weight_decay_samples", "weight_decay_style"}
-    return {name: value for name, value in asdict(schedule).items() if name not in without}
+        ignored |= {"start_weight_decay", "weight_decay_samples", "weight_decay_style"}
+    return {name: value for name, value in asdict(schedule).items() if name not in ignored}

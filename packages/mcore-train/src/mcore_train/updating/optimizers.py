@@ -18,7 +18,7 @@ from mcore_train.composition import TrainConfig
 from mcore_train.updating.parameter_groups import ParameterGroups
 
 BuildRule = Callable[[TrainConfig], AnyRule]
-"""Builds an update rule by its own options of a run."""
+"""Builds an update rule from the options of a run."""
 
 OPTIMIZERS: Mapping[str, BuildRule] = {
     "adafactor": lambda config: Adafactor(config.adafactor),
@@ -38,7 +38,7 @@ def build_optimizer(
     data_parallel: GradientSync,
     rules: Mapping[str, BuildRule] = OPTIMIZERS,
 ) -> DistributedOptimizer:
-    """Build the optimizer of a run on every rank, or raise on every rank; an all-gather.
+    """Build the optimizer of a run on every rank, or raise on every rank; all-gathers.
 
     Raises:
         ValueError: if memory or a drive cannot hold the state of one of the ranks.
@@ -46,7 +46,8 @@ def build_optimizer(
     offload = config.offloading
     rule = rules[config.optimizer.optimizer](config)
     groups = ParameterGroups(config, rule)
-    # Each rank looks at its own memory and drive; what matrices exchange comes before that.
+    # Each rank checks its own memory and drive, after the exchanges about matrices, so one rank
+    # alone may fail here.
     with raise_on_all_ranks(ctx.world):
         return DistributedOptimizer(
             data_parallel,

@@ -29,7 +29,7 @@ _BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 def named_rates(
     options: ParameterRatesConfig, schedule: LRSchedule, samples: int
 ) -> Mapping[str, float]:
-    """Return the learning rates of groups with their own, after so many sequences, by name."""
+    """Return learning rates after ``samples`` sequences, by name, of groups with their own."""
     entries = read_entries(options.parameter_groups)
     ends = {f"group {i}": (each.lr, each.min_lr) for i, each in enumerate(entries) if each.lr}
     if options.decoupled_lr:
@@ -41,7 +41,7 @@ def named_rates(
 
 
 class ParameterGroups:
-    """The groups of a run's parameters.
+    """Update groups of a run's parameters.
 
     Attributes:
         entries: of ``--parameter-groups``.
@@ -63,12 +63,12 @@ class ParameterGroups:
         self._other_betas: dict[tuple[float | None, float | None], AdamW] = {}
 
     def group_of(self, named: NamedParameter) -> UpdateGroup:
-        """Return rule and rates of a parameter."""
+        """Return update rule, learning rate and weight decay of a parameter."""
         options, model = self._config.parameter_rates, self._config.model
         tensors = [(part.name, part.shape) for part in named.layout.parts]
         names, kind = [name for name, _ in tensors], parameter_kind(tensors)
-        found = list(self._matching(names, kind))
-        entry = {k: v for each in found for k, v in each.items()}
+        matching = list(self._matching(names, kind))
+        entry = {k: v for each in matching for k, v in each.items()}
         is_adam = entry.get("optimizer") == "adam"
         rule = self._rule
         if isinstance(rule, MatrixRule) and (is_adam or kind != "matrix"):
@@ -100,7 +100,7 @@ class ParameterGroups:
         )
 
     def _matching(self, names: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
-        """Yield what the entries for a parameter set, first to last."""
+        """Yield the values that matching entries set, first to last."""
         for index, entry in enumerate(self.entries):
             if entry.matches(names, kind):
                 default = GroupEntry(pattern=entry.pattern)
@@ -124,7 +124,7 @@ class ParameterGroups:
         return self._other_betas[betas]
 
     def _layer_factor(self, name: str, kind: str) -> float:
-        """Return the factor of ``--layer-lr-decay``: 1 behind the last layer."""
+        """Return the factor of ``--layer-lr-decay``; 1 after the last layer."""
         decay, depth = (
             self._config.parameter_rates.layer_lr_decay,
             self._config.model.num_layers,

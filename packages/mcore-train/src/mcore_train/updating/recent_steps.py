@@ -1,10 +1,10 @@
 """Finds spikes: compares a step's loss and gradient norm with the last steps, on the device.
 
 A step is a spike if its loss or its gradient norm is not finite, or above the mean of the last
-steps by some standard deviations. That is decided on the device, from numbers that are equal on
-all ranks: no host waits, and all ranks skip a step or none. A spike enters the window as the
-limit that it was above: several in a row are all found, and yet a level that stays higher, as
-while the learning rate rises, becomes the usual one after a few steps.
+steps by some standard deviations. The decision is made on the device, from numbers that are
+equal on all ranks: the host does not wait, and all ranks skip a step or none does. A spike
+enters the window with the limit that it exceeded: several spikes in a row are all found, but a
+level that stays higher, as while the learning rate rises, becomes normal after a few steps.
 
 OLMo-core's SkipStepOptimizer has the same test, 6 standard deviations over the last 128 steps,
 and lets spikes enter with their own size.
@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_train.config import SpikeConfig
 
 LEARNED_STEPS = 16
-"""Steps that must be known for a largest norm."""
+"""Least number of recorded steps for ``largest_norm``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RecentSteps:
         """Begin without steps.
 
         Args:
-            config: with ``--spike-policy none`` only what is not finite is a spike.
+            config: with ``--spike-policy none`` only numbers that are not finite are spikes.
             device: of the window.
         """
         self._sigmas = config.spike_sigmas if config.spike_policy != "none" else None
@@ -49,13 +49,14 @@ class RecentSteps:
         self._places = torch.arange(window, device=device)
 
     def judge(self, loss: Float[Tensor, ""], norm: Float[Tensor, ""]) -> Judgement:
-        """Compare a step with the window, if that is full, and add it.
+        """Compare a step with the window, if the window is full, and add the step.
 
         Args:
             loss: main loss of the step over all ranks.
             norm: of its gradients.
         """
         new = torch.stack([loss, norm]).double()
+        # Mean and standard deviation of the filled places, without a wait for the count.
         is_known = self._places < self._num_added
         count = is_known.sum()
         mean = torch.where(is_known, self._values, 0.0).sum(1) / count.clamp(min=1)
@@ -68,23 +69,24 @@ class RecentSteps:
             is_full = count == len(self._places)
             is_spike = is_spike | (is_full & (new > limit).any())
             added = torch.where(is_full, torch.minimum(new, limit), new)
+        # The window is a ring buffer; steps that are not finite are not added.
         is_place = self._places == self._num_added % len(self._places)
         self._values.copy_(torch.where(is_place & is_finite, added[:, None], self._values))
         self._num_added += is_finite
         return Judgement(is_spike, torch.stack([new, mean, deviation], 1))
 
     def largest_norm(self) -> float:
-        """Return the largest gradient norm, 0 if too few are known; waits for the device."""
+        """Return the largest gradient norm, 0 with too few steps; waits for the device."""
         is_known = self._places < self._num_added
         largest = torch.where(is_known, self._values[1], 0.0).amax()
         return torch.where(self._num_added >= LEARNED_STEPS, largest, 0.0).item()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain numbers; waits for the device."""
+        """Return the state for a checkpoint, as plain numbers; waits for the device."""
         return {"values": self._values.tolist(), "num_added": int(self._num_added)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Set the state of a checkpoint; of another window's, the newest steps that fit."""
+        """Set the state from a checkpoint; with another window, the newest steps that fit."""
         values = torch.tensor(state["values"], dtype=torch.float64)
         size, stored = len(self._places), values.shape[1]
         num_kept = min(size, stored, state["num_added"])
