@@ -216,8 +216,8 @@ def test_the_scripts_of_known_names_serve_and_ask(long_folder, monkeypatch, caps
     ("words", "message"),
     [
         (["--port", "65536"], "--port 65536"),
-        (["--port", "PORT"], "cannot be listened on"),
-        (["--host", "no.such.host.invalid"], "cannot be listened on"),
+        (["--port", "PORT"], "cannot listen on"),
+        (["--host", "no.such.host.invalid"], "cannot listen on"),
         (["--answer-timeout-s", "0"], "--answer-timeout-s"),
         (["--port", "0", "--api-key", "@NOWHERE"], "NOWHERE"),
         (["--port", "0", "--inference-dynamic-batching-block-size", "0"], "block-size 0"),

@@ -213,7 +213,7 @@ def test_what_no_grammar_holds_is_refused(model):
         engine.add([1], DRAWN, structure=Structure("regex", "[0-9"))
     with pytest.raises(ValueError, match="JSON schema cannot be enforced: Invalid type: frog"):
         engine.add([1], DRAWN, structure=Structure("json_schema", '{"type": "frog"}'))
-    with pytest.raises(ValueError, match="the schema is no JSON: "):
+    with pytest.raises(ValueError, match="the schema is not valid JSON: "):
         engine.add([1], DRAWN, structure=Structure("json_schema", "{"))
     engine.grammars = Grammars(NullTokenizer(20), model.vocab_size)
     with pytest.raises(ValueError, match="the bytes of tokens, which NullTokenizer"):

@@ -1,7 +1,7 @@
-"""Text generation and evaluation for mcore models, over one rank or several.
+"""Text generation, serving, evaluation, quantization and export of mcore models.
 
 The front is lazy (PEP 562): importing the package imports none of its modules, so that a
-command which prints help never loads torch.
+command that prints help never imports torch.
 """
 
 from mcore_base.lazy_front import lazy_front

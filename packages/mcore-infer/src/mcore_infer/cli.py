@@ -1,4 +1,4 @@
-"""The command ``mcore-infer``: its subcommands and exit codes; help loads no torch."""
+"""The command ``mcore-infer``: subcommands and exit codes; printing help imports no torch."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Options of sampling as plain frozen data; imports the standard library only."""
+"""Options of sampling, engine and server as frozen dataclasses; does not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -95,14 +95,14 @@ class SamplingConfig(Options):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether scores depend on what was written."""
+        """Whether logits depend on the tokens of prompt and text."""
         return self.repetition_penalty != 1 or bool(
             self.presence_penalty or self.frequency_penalty
         )
 
     @property
     def cut(self) -> "SamplingConfig":
-        """Only temperature and cut-off, for rows that can be sampled together."""
+        """Temperature and cut-off only: rows with equal values are sampled together."""
         return SamplingConfig(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -238,7 +238,7 @@ class ServerConfig(Options):
         Rule(
             ("lora_modules",),
             lambda v: len(v.adapter_folders) < sum("=" in module for module in v.lora_modules),
-            "--lora-modules names two adapters alike: give each a name of its own.",
+            "--lora-modules gives two adapters the same name: give each a different name.",
         ),
     )
 

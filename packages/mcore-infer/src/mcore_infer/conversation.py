@@ -13,7 +13,7 @@ from mcore_infer.writing.token_text import Answer, TokenTexts
 
 
 class Conversation:
-    """The messages of one chat, answered by an engine whose cache keeps earlier turns.
+    """The messages of one chat, and an engine that answers them and caches earlier turns.
 
     Attributes:
         messages: ``{"role", "content"}`` of each turn.
@@ -34,7 +34,7 @@ class Conversation:
 
         Args:
             loaded: the model, its draft model and the scales of an fp8 cache.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             chat: template and end of turns, see ``load_chat_format``.
             sampling: how tokens are chosen; ``num_tokens`` limits each answer.
             config: limits of the engine.
@@ -66,14 +66,14 @@ class Conversation:
             ValueError: if the conversation is too long; ``messages`` is then unchanged.
         """
         turns = [*self.messages, {"role": "user", "content": message}]
-        # The template writes the token that starts a document.
+        # The template itself writes the token that begins a document.
         ids = self.tokenizer.encode(self.chat.render(turns, True), add_special_tokens=False)
         limit = self.engine.config.max_sequence_tokens
         positions = self.model.config.max_position_embeddings
-        wanted = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
+        num_tokens = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
         stop = () if self.sampling.ignore_eod else self.chat.end_texts
         text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
-        tokens = self._tokens(ids, wanted)
+        tokens = self._tokens(ids, num_tokens)
         try:
             for token in tokens:
                 pieces.append(text.add(token).text)
@@ -90,13 +90,13 @@ class Conversation:
                 answer = {"role": "assistant", "content": "".join(pieces)}
                 self.messages = [*turns, answer]
 
-    def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
+    def _tokens(self, ids: list[int], num_tokens: int) -> Generator[NewToken]:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
         seed = self.seed + self._num_answers
         number = self.engine.add(
             ids,
             self.sampling,
-            num_tokens=wanted,
+            num_tokens=num_tokens,
             seed=seed,
             eod=eod,
             stop=self._stop,

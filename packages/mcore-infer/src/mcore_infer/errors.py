@@ -1,9 +1,9 @@
-"""Errors that end a command with one line: failed engines and texts without a next token."""
+"""Errors that end a command with one line: a failed engine, and a text without next token."""
 
 
 class EngineError(RuntimeError):
-    """An engine failed, on this rank or another."""
+    """Raised after an engine has failed, on this rank or another."""
 
 
 class StructureError(RuntimeError):
-    """No token of the vocabulary continues a text within its structure."""
+    """Raised if no token of the vocabulary continues a text within its structure."""

@@ -1,8 +1,7 @@
-"""Offline generation: an engine continues a list of prompts.
+"""Offline generation: builds an engine and continues a list of prompts.
 
-``generate`` and ``stream`` build an engine whose cache fits their prompts; ``stream_texts``
-takes the options of the commands. The text of a prompt depends on its seed, not on the other
-prompts.
+``generate`` and ``stream`` size the engine's cache for their prompts; ``stream_texts`` uses the
+options of the commands. The text of a prompt depends on its seed, not on the other prompts.
 """
 
 import logging
@@ -31,10 +30,10 @@ from mcore_parallel.mesh import SINGLE, Axis
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
-"""Most prompts that run together; the others wait."""
+"""Largest number of prompts that run together; further prompts wait."""
 _GPU_PAGE_TOKENS = 64
 _NO_SCORES = ScoreRequest(log_probs=False)
-"""For callers that read only text: saves a log-softmax over the vocabulary for each token."""
+"""Request of no scores, which saves a log-softmax over the vocabulary for each token."""
 
 
 def generate(
@@ -61,8 +60,8 @@ def stream(
 ) -> Iterator[NewToken]:
     """Yield the continuations of prompts, token by token.
 
-    Communicates over ``tp`` and ``pp`` (and the axes of its experts): all its ranks call it
-    with equal arguments and all see the same tokens.
+    Communicates over ``tp``, ``pp`` and the axes of experts: all these ranks make the same call
+    and get the same tokens.
 
     Args:
         model: whole or a stage, in eval mode; on a GPU its plain GEMMs are replaced, see
@@ -70,12 +69,12 @@ def stream(
         prompts: token ids, at least one each.
         sampling: how tokens are chosen, and how many.
         seed: row i draws from ``seed + i``.
-        eod: id that ends a row; None: no id does.
+        eod: id that ends a row; None: no id ends a row.
         stop: token sequences that end a row and are cut off.
 
     Returns:
         Tokens in the order of their steps. A token that may begin a stop sequence is held back
-        until that is decided.
+        until later tokens decide whether it does.
 
     Raises:
         ValueError: if there is no prompt, an empty or too long one, or the model is in
@@ -110,14 +109,14 @@ def stream_texts(
         sampling: how tokens are chosen, and how many.
         config: limits of the engine.
         seed: row i draws from ``seed + i``.
-        eod: id that ends a row; None: no id does.
+        eod: id that ends a row; None: no id ends a row.
         stop: token sequences that end a row and are cut off.
         draft: model that proposes tokens.
         structure: grammar of the texts; None: any text.
         grammars: compiles the structure.
-        kv_scales: of an fp8 cache that the checkpoint holds.
-        replicas: ranks with the same model. Each gets all prompts and continues every
-            ``replicas.size``-th, starting with its rank.
+        kv_scales: the checkpoint's scales of an fp8 cache, by layer.
+        replicas: ranks with the same model. Each passes all prompts and continues every
+            ``replicas.size``-th prompt, starting with its rank.
         in_step: all ranks of replicas that share experts, see ``Engine``.
 
     Raises:
@@ -127,7 +126,7 @@ def stream_texts(
     engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
     engine.grammars = grammars
     positions, limit = model.config.max_position_embeddings, engine.config.max_sequence_tokens
-    # By request number: a beam search takes further numbers for its steps.
+    # Requests are not numbered like prompts, because a beam search uses numbers for its steps.
     rows: dict[int, int] = {}
     for i, prompt in enumerate(prompts):
         request = engine.add(
@@ -141,7 +140,7 @@ def stream_texts(
             structure=structure,
         )
         rows[request] = i
-        # Every replica checks all prompts, so that all raise the same error.
+        # Every replica adds all prompts, so that all replicas raise the same error.
         if i % replicas.size != replicas.rank:
             engine.abort(request)
     yield from _tokens(engine, rows)
@@ -156,7 +155,7 @@ def _queued(
     stop: Sequence[Sequence[int]],
     scores: ScoreRequest,
 ) -> tuple[Engine, dict[int, int]]:
-    """Build an engine whose cache holds the longest prompts and texts, and queue all prompts.
+    """Build an engine whose cache fits the longest prompts and texts, and queue all prompts.
 
     Returns:
         The engine, and the row of each of its requests.
@@ -164,17 +163,17 @@ def _queued(
     if not prompts or not all(prompts):
         raise ValueError("generation needs prompts of at least one token each.")
     positions = model.config.max_position_embeddings
-    wanted = [
+    nums_tokens = [
         room(positions, sampling.num_tokens, prompt, name=f"prompt {i}")
         for i, prompt in enumerate(prompts)
     ]
     num_beams = max(1, sampling.beam_width)
     lengths = [
-        len(p) + n for p, n in zip(prompts, wanted, strict=True) for _ in range(num_beams)
+        len(p) + n for p, n in zip(prompts, nums_tokens, strict=True) for _ in range(num_beams)
     ]
     engine = build_offline_engine(model, lengths)
     rows = {}
-    for i, (prompt, num_tokens) in enumerate(zip(prompts, wanted, strict=True)):
+    for i, (prompt, num_tokens) in enumerate(zip(prompts, nums_tokens, strict=True)):
         request = engine.add(
             prompt,
             sampling,
@@ -189,14 +188,14 @@ def _queued(
 
 
 def build_offline_engine(model: LanguageModel, lengths: Sequence[int]) -> Engine:
-    """Build an engine whose cache holds texts of these lengths, at most 256 at a time.
+    """Build an engine whose cache fits texts of these lengths, at most 256 at a time.
 
     Args:
         model: whole or a stage, in eval mode; see ``Engine``.
-        lengths: tokens of each prompt and its text together.
+        lengths: number of tokens of each prompt and its text together.
     """
     longest, num_rows = max(lengths), min(len(lengths), _MOST_ROWS)
-    # On a CPU each text has one page: its keys are contiguous and need no gathering.
+    # On a CPU each text has one page, so that its keys are contiguous and not gathered.
     is_cuda = next(model.parameters()).device.type == "cuda"
     page_tokens = _GPU_PAGE_TOKENS if is_cuda else longest
     num_pages = sum(-(-n // page_tokens) for n in sorted(lengths, reverse=True)[:num_rows])
@@ -205,7 +204,9 @@ def build_offline_engine(model: LanguageModel, lengths: Sequence[int]) -> Engine
         max_sequence_tokens=longest,
         num_pages=num_pages,
         page_tokens=page_tokens,
-        records_graphs=False,  # few texts; and training may use the device at the same time
+        # Recording pays off for many texts only, and forbids other threads (training) to use
+        # the device meanwhile.
+        records_graphs=False,
     )
     return Engine(model, config)
 
@@ -234,7 +235,9 @@ def generate_text(
     sampling: SamplingConfig,
     seed: int = 1234,
 ) -> list[str]:
-    """Return the continuation of each prompt as text; an empty prompt begins a document.
+    """Tokenize prompts and return their continuations as text.
+
+    An empty prompt becomes the token that begins a document.
 
     Returns:
         The new text of each prompt, without special tokens.
@@ -246,7 +249,7 @@ def generate_text(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; an empty one becomes the token that begins a document."""
+    """Tokenize a prompt; an empty prompt becomes the token that begins a document."""
     ids = tokenizer.encode(prompt)
     if ids:
         return ids
@@ -265,7 +268,7 @@ def stop_ids(
     """Return the token sequences that end a text and are cut off.
 
     Args:
-        tokenizer: encodes stop words as in the middle of a text.
+        tokenizer: tokenizer of the texts; stop words are encoded without special tokens.
         sampling: stop words, and whether a text continues after an end of document.
         ends: tokens that end a text, in addition to the tokenizer's end of document.
     """
@@ -282,8 +285,8 @@ def next_logits(
 
     Args:
         model: whole or a stage, in eval mode.
-        tokens: ``[B, S]``; with a cache, the tokens after the cached ones.
-        cache: the tokens are appended to it.
+        tokens: ``[B, S]``; with a cache, the tokens after the cached tokens.
+        cache: cache to which the tokens are appended.
     """
     with torch.no_grad():
         hidden = run_stages(model, tokens, state=cache)
@@ -293,16 +296,16 @@ def next_logits(
 
 
 def room(
-    positions: int, wanted: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
+    positions: int, num_tokens: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
 ) -> int:
-    """Return how many tokens fit after a prompt; warn if they are fewer than wanted.
+    """Return the number of tokens to write after a prompt; warn if fewer fit than requested.
 
     Args:
-        positions: of the model; 0: no limit.
-        wanted: tokens to write.
+        positions: number of positions of the model; 0: no limit.
+        num_tokens: requested number of tokens.
         prompt: token ids.
-        limit: most tokens of prompt and text together; 0: the model's positions are the limit.
-        name: of the prompt, for messages.
+        limit: largest number of tokens of prompt and text together; 0: the model's positions.
+        name: name of the prompt in messages.
 
     Raises:
         ValueError: if no token fits.
@@ -311,23 +314,23 @@ def room(
         "--inference-max-seq-length": limit,
         "--max-position-embeddings": positions,
     }
-    known = {flag: tokens for flag, tokens in limits.items() if tokens}
-    flag = min(known, key=known.__getitem__, default="")
-    length, limit = len(prompt), known.get(flag, 0)
-    if not limit or length + wanted <= limit:
-        return wanted
+    set_limits = {flag: tokens for flag, tokens in limits.items() if tokens}
+    flag = min(set_limits, key=set_limits.__getitem__, default="")
+    length, limit = len(prompt), set_limits.get(flag, 0)
+    if not limit or length + num_tokens <= limit:
+        return num_tokens
     if length >= limit:
         raise ValueError(
             f"{name} has {length} tokens: the maximum context length was exceeded "
             f"({flag} {limit}, one of them to be written). Shorten it."
         )
     log.warning(
-        "%s has %d tokens: %d more fit into %s %d, not %d",
+        "%s has %d tokens: %d more fit into %s %d, instead of the requested %d",
         name,
         length,
         limit - length,
         flag,
         limit,
-        wanted,
+        num_tokens,
     )
     return limit - length

@@ -1,8 +1,8 @@
 """Static cache: keys and values of a batch whose rows have equal lengths.
 
 Each layer has one block of memory for the longest text, allocated at first use with the heads,
-dtype and device of its tensors. A recurrent layer has a state of fixed size instead.
-Used by the decode loop of T5; the engine has ``PagedCache``.
+dtype and device of the layer's keys. A recurrent layer has a state of fixed size instead. The
+decode loop of T5 uses this cache; the engine uses ``PagedCache``.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class StaticCache:
     """A ``ModelState`` (see ``mcore_models.protocol``) of fixed capacity.
 
     Attributes:
-        capacity: tokens that fit.
-        length: cached tokens; ``advance`` counts those of a forward.
+        capacity: largest number of tokens.
+        length: number of cached tokens; ``advance`` adds those of a forward.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -41,7 +41,7 @@ class StaticCache:
     @property
     def num_bytes(self) -> int:
         """Allocated memory in bytes."""
-        return sum(held.num_bytes for held in self._memories.values())
+        return sum(memory.num_bytes for memory in self._memories.values())
 
 
 def cache_bytes(
@@ -53,7 +53,7 @@ def cache_bytes(
     head_dim: int,
     dtype: torch.dtype,
 ) -> int:
-    """Return the bytes of this rank's keys and values: all its layers and heads."""
+    """Return the bytes of the keys and values of ``num_layers`` layers on this rank."""
     return 2 * num_layers * capacity * batch * num_kv_heads * head_dim * dtype.itemsize
 
 
@@ -75,8 +75,8 @@ class _LayerMemory:
 class _StaticLayer:
     """One layer's part of a ``StaticCache``: a ``LayerState``."""
 
-    def __init__(self, cache: StaticCache, held: _LayerMemory) -> None:
-        self.cache, self.held = cache, held
+    def __init__(self, cache: StaticCache, memory: _LayerMemory) -> None:
+        self.cache, self.held = cache, memory
 
     def run(
         self,
@@ -101,21 +101,24 @@ class _StaticLayer:
         """Append keys and values to the cache and attend to all of them.
 
         Raises:
-            ValueError: if they do not fit.
+            ValueError: if the new tokens exceed the capacity.
         """
         begin, capacity = self.cache.length, self.cache.capacity
         end = begin + k.shape[0]
         if end > capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {capacity}")
-        held = self.held
-        if held.keys is None or held.values is None:
-            held.keys = k.new_empty(capacity, *k.shape[1:])
-            held.has_shared_values = v is None
-            held.values = (
-                held.keys[..., :value_dim] if v is None else v.new_empty(capacity, *v.shape[1:])
+        memory = self.held
+        if memory.keys is None or memory.values is None:
+            memory.keys = k.new_empty(capacity, *k.shape[1:])
+            # In latent attention the values are the first channels of the keys.
+            memory.has_shared_values = v is None
+            memory.values = (
+                memory.keys[..., :value_dim]
+                if v is None
+                else v.new_empty(capacity, *v.shape[1:])
             )
-        held.keys[begin:end] = k
+        memory.keys[begin:end] = k
         if v is not None:
-            held.values[begin:end] = v
-        keys, values = held.keys[:end], held.values[:end]
+            memory.values[begin:end] = v
+        keys, values = memory.keys[:end], memory.values[:end]
         return attend(q, keys, values, window=window, backend=backend, **scores)

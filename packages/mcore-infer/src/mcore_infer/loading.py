@@ -1,7 +1,7 @@
-"""Loads a checkpoint folder: a model in eval mode and its tokenizer.
+"""Loads a checkpoint folder as a model in eval mode, with its tokenizer.
 
-The folder describes its model, so no flags are needed. Any rank grid can load it: each rank
-reads the rows of its shards.
+The checkpoint contains the model's config, so no model flags are needed. Any rank grid can load
+it: each rank reads the rows of its shards.
 """
 
 import json
@@ -67,22 +67,22 @@ class LoadedModel:
     world: Axis = SINGLE
     """All ranks of all replicas."""
     in_step: Axis = SINGLE
-    """Ranks whose engines step together: ``world`` if replicas share experts, else this
-    rank."""
+    """Ranks whose engines compute their steps together: ``world`` if replicas share experts,
+    else this rank."""
     draft: LanguageModel | None = None
     """Draft model of speculative decoding."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Scales of keys and values in an fp8 cache, by layer; empty: the checkpoint has none."""
     adapters: StackedAdapters | None = None
-    """Adapters that requests choose by name; None: none were asked for."""
+    """Adapters that requests choose by name; None: the caller gave no adapters."""
     base: Path | None = None
-    """Folder of the model that adapters in ``folder`` were trained for; None: no adapters."""
+    """Folder of the base model, if ``folder`` has adapters; None: ``folder`` has the model."""
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end a text, in addition to the tokenizer's end of document."""
-        named = self._small_file("generation_config.json").get("eos_token_id")
-        ids = named if isinstance(named, list) else [named]
+        eos = self._small_file("generation_config.json").get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [eos]
         eod = None if self.tokenizer is None else self.tokenizer.eod
         return tuple(i for i in ids if isinstance(i, int) and i != eod)
 
@@ -92,11 +92,11 @@ class LoadedModel:
         file = self.folder / "generation_config.json"
         if not file.is_file():
             return {}
-        named = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: named.get(name) for name in _SAMPLED}
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        sampling = {name: fields.get(name) for name in _SAMPLED}
         return {
             name: value
-            for name, value in found.items()
+            for name, value in sampling.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
 
@@ -104,8 +104,9 @@ class LoadedModel:
     def start(self) -> int:
         """First token of a T5's decoder: from the folder, else from its tokenizer, else 0."""
         for name in ("generation_config.json", "config.json"):
-            if isinstance(found := self._small_file(name).get("decoder_start_token_id"), int):
-                return found
+            start = self._small_file(name).get("decoder_start_token_id")
+            if isinstance(start, int):
+                return start
         start = None if self.tokenizer is None else decoder_start(self.tokenizer)
         return start or 0
 
@@ -130,29 +131,29 @@ def load_model(
     families: Mapping[str, Family] = FAMILIES,
     adapters: Mapping[str, Path] = _NO_FOLDERS,
 ) -> LoadedModel:
-    """Build the model of a checkpoint and load its weights.
+    """Build the model of a checkpoint, load its weights, and return it with its tokenizer.
 
-    Communicates over ``ctx.world``: all its ranks call it. Adapters are loaded unmerged; their
-    base model is read from the folder that it was trained from.
+    Communicates over ``ctx.world``, all of whose ranks make this call. Adapters are not merged;
+    their base model is read from the folder from which the adapters were trained.
 
     Args:
         path: a run folder, a step folder of one, a Hugging Face or a Megatron folder.
         ctx: the rank grid, without context parallelism; each pipeline rank gets its stage.
         step: step of a run folder; 0: the latest.
-        dtype: of the computation; None: bfloat16 on a GPU; on a CPU the saved dtype, but
-            float32 for bfloat16, which is slow there.
+        dtype: dtype of the computation; None: bfloat16 on a GPU; on a CPU float64 for a
+            checkpoint in float64, else float32.
         checksums: verify the checksums of all bytes read.
-        keep_codes: multiply with the codes of quantized weights, instead of decoding them once;
-            None: True on a GPU. Inputs are rounded by the method in both cases.
+        keep_codes: multiply with the codes of quantized weights, instead of decoding the codes
+            once; None: True on a GPU. Inputs are rounded by the method in both cases.
         takes_t5: whether the model may be a T5, which only ``t5_decoding`` runs.
         needs_experts: raise ValueError for a model without experts.
-        families: families of models that are known.
+        families: model families by name.
         adapters: folders of LoRA adapters of this model, by name: they are stacked, and an
-            engine applies to each request the one that it names.
+            engine applies to each request the adapter that the request names.
 
     Raises:
-        ValueError: if there is no checkpoint or it does not describe a model, or the layout
-            does not fit.
+        ValueError: if there is no checkpoint, the checkpoint has no model config, or the model
+            cannot be split over the rank grid.
         RuntimeError: if files are missing or damaged.
     """
     check_context(ctx)
@@ -166,16 +167,16 @@ def load_model(
     description = ModelDescription.from_dict(index.extra["model"], families)
     if needs_experts and not description.moe.num_experts:
         raise ValueError(
-            f"{folder} holds a model without experts: leave out --expert-model-parallel-size "
+            f"{folder} has a model without experts: leave out --expert-model-parallel-size "
             "and --expert-tensor-parallel-size."
         )
     adapter = index.extra.get(ADAPTER, {})
     if adapter and adapters:
-        raise ValueError(f"{folder} holds adapters: with --lora-modules, load their base.")
+        raise ValueError(f"{folder} has adapters: with --lora-modules, load their base model.")
     peft = _peft_config(adapter)
     hf_base = folder if is_hf_folder(folder) else None
     stacked_configs = {
-        name: _config_of_adapter(name, given, hf_base) for name, given in adapters.items()
+        name: _config_of_adapter(name, path, hf_base) for name, path in adapters.items()
     }
     if stacked_configs:
         peft = stacked_config(stacked_configs)
@@ -206,10 +207,12 @@ def load_model(
         if quantized is not None:
 
             def fill(weights: Mapping[str, Shard]) -> None:
+                """Load the weights of one linear whose codes stay packed."""
                 named = {f"model.{name}": shard for name, shard in weights.items()}
-                # Stages have different numbers of linears, so collectives would not match.
-                alone: dict[str, Any] = {"world": SINGLE} if ctx.pp.size > 1 else {}
-                load(folder, named, ignore=("model.",), **reading | alone)
+                # Stages have different numbers of linears, so each rank reads alone: the
+                # collectives of load() would not match.
+                world: dict[str, Any] = {"world": SINGLE} if ctx.pp.size > 1 else {}
+                load(folder, named, ignore=("model.",), **reading | world)
 
             round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
@@ -246,17 +249,17 @@ def empty_model(
     families: Mapping[str, Family] = FAMILIES,
     peft: PeftConfig = _NO_ADAPTERS,
 ) -> LanguageModel:
-    """Build a model whose weights are zero; no communication.
+    """Build a model whose weights are all zero, without communication.
 
     Args:
         description: config and family of the model.
         ctx: the rank grid, without context parallelism.
-        dtype: of the computation.
-        families: families of models that are known.
-        peft: adapters to attach to its linears; none by default.
+        dtype: dtype of the computation.
+        families: model families by name.
+        peft: adapters to attach to the model's linears; none by default.
 
     Raises:
-        ValueError: if the model predicts no next token.
+        ValueError: if the model does not predict next tokens.
     """
     model = _on_meta(description, ctx, dtype, families, peft)
     _allocate(model, ctx.device, frozenset())
@@ -273,18 +276,18 @@ def _on_meta(
 ) -> LanguageModel:
     is_t5 = description.family == "t5"
     if is_t5 and ctx.pp.size > 1:
-        raise ValueError("a T5 writes on one stage: use --pipeline-model-parallel-size 1.")
+        raise ValueError("a T5 runs on one stage: use --pipeline-model-parallel-size 1.")
     model: Any = families[description.family].build(
         description.config,
         ctx,
         vocab_size=description.vocab_size,
         moe=description.moe,
-        device="meta",  # weights are read, not drawn
+        device="meta",  # no memory and no random weights: the weights are loaded later
         dtype=dtype,
         stage=own_stage(description.config.num_layers, ctx.pp),
     )
     if not isinstance(model, LanguageModel) and not (is_t5 and takes_t5):
-        why = "reads one text and writes another" if is_t5 else "predicts no next token"
+        why = "has an encoder and a decoder" if is_t5 else "does not predict next tokens"
         use = "only mcore-infer generate runs it" if is_t5 else "it cannot generate"
         raise ValueError(f"a model of the family {description.family} {why}: {use}.")
     if peft.peft != "none":
@@ -299,12 +302,12 @@ def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) ->
             module.to_empty(device=device, recurse=False)
             continue
         meta_weight = module.get_parameter("weight")
-        module.register_parameter("weight", None)  # to_empty leaves it out
+        module.register_parameter("weight", None)  # hide the weight from to_empty
         module.to_empty(device=device, recurse=False)
         module.register_parameter("weight", meta_weight)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()  # padding, which no logical tensor covers, must be zero
+            tensor.zero_()  # padding is part of no logical tensor, and must be zero
 
 
 def _without_base(
@@ -313,7 +316,7 @@ def _without_base(
     shards: Mapping[str, Shard],
     reading: Mapping[str, Any],
 ) -> dict[str, Shard]:
-    """Load the base model of adapters from its folder; return the shards of what is trained."""
+    """Load the base model of adapters; return the shards of the trained tensors."""
     base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
     config = _peft_config(adapter)
     load(find_base(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
@@ -328,15 +331,15 @@ def _config_of_adapter(name: str, folder: Path, hf_base: Path | None) -> PeftCon
     adapter = describe_checkpoint(folder, hf_base).extra.get(ADAPTER)
     if not adapter:
         raise ValueError(
-            f"--lora-modules {name}={folder} holds no adapters: give a folder of Hugging Face "
+            f"--lora-modules {name}={folder} has no adapters: give a folder of Hugging Face "
             "PEFT, or a run of --peft lora."
         )
     config = _peft_config(adapter)
     if config.modules_to_save:
         raise ValueError(
-            f"--lora-modules {name}={folder} has tables of its own "
-            f"({', '.join(config.modules_to_save)}), which other adapters do not share: merge "
-            "it with its base (mcore-ckpt convert)."
+            f"--lora-modules {name}={folder} also trained the modules "
+            f"{', '.join(config.modules_to_save)}, which cannot differ between requests: merge "
+            "the adapter with its base model (mcore-ckpt convert)."
         )
     return config
 
@@ -344,7 +347,7 @@ def _config_of_adapter(name: str, folder: Path, hf_base: Path | None) -> PeftCon
 def _load_adapter(
     folder: Path, model: nn.Module, ctx: ParallelContext, reading: Mapping[str, Any]
 ) -> None:
-    """Allocate and load the adapters of a model on the meta device; the base stays there."""
+    """Allocate and load the adapters of a model whose base stays on the meta device."""
     for module in model.modules():
         if isinstance(module, LinearAdapter | ExpertsAdapter):
             module.to_empty(device=ctx.device)
@@ -357,11 +360,11 @@ def check_context(ctx: ParallelContext) -> None:
     """Raise ValueError for rank grids that cannot generate token by token."""
     if ctx.config.context_parallel_size > 1:
         raise ValueError(
-            "generation runs without --context-parallel-size: set it to 1. Every checkpoint "
-            "loads into such a grid."
+            "generation does not support --context-parallel-size: set it to 1. Every "
+            "checkpoint can be loaded without it."
         )
     if ctx.config.sequence_parallel:
-        raise ValueError("--sequence-parallel cannot cut single tokens: leave it out.")
+        raise ValueError("--sequence-parallel cannot split single tokens: leave it out.")
 
 
 def _dtype_for(device: torch.device, index: Index) -> torch.dtype:

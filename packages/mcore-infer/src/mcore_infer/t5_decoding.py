@@ -1,7 +1,7 @@
 """Greedy or sampled answers of a T5: the encoder runs once a text, the decoder once a token.
 
-The only decode loop outside the engine. All answers begin with the same token, so the rows of a
-batch have equal lengths and share a ``StaticCache``.
+This is the only decode loop outside the engine. All answers begin with the same token, so the
+rows of a batch have equal lengths and share a ``StaticCache``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def answer_texts(
 ) -> Iterator[NewToken]:
     """Yield an answer to each text, token by token.
 
-    Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
+    Communicates over ``tp`` as the model does; all ranks of ``tp`` make the same call.
 
     Args:
         model: a ``T5`` on one stage, in eval mode.
@@ -40,11 +40,11 @@ def answer_texts(
         sampling: how tokens are chosen, and how many.
         start: first token of the decoder.
         seed: row i draws from ``seed + i``.
-        eod: id that ends a row; None: no id does.
+        eod: id that ends a row; None: no id ends a row.
         stop: token sequences that end a row and are cut off.
 
     Raises:
-        ValueError: if there is no text, or an empty one.
+        ValueError: if there is no text, or a text is empty.
     """
     if not texts or not all(texts):
         raise ValueError("generation needs prompts of at least one token each.")

@@ -93,7 +93,7 @@ def test_requests_of_different_adapters_in_one_batch_get_what_each_adapter_write
 ):
     engine = Engine(stacked.model, LIMITS, adapters=stacked.adapters)
     assert_as_alone(written(engine), alone)
-    with pytest.raises(ValueError, match="no adapter tales here: sql, chat"):
+    with pytest.raises(ValueError, match="the adapter tales is not loaded: use sql or chat"):
         engine.add([1], GREEDY, adapter="tales")
     search = SamplingConfig(num_tokens=3, beam_width=2)
     numbers = [engine.add(PROMPTS[0], search, adapter=name) for name in NAMES]
@@ -170,5 +170,5 @@ def test_what_cannot_share_a_batch_is_refused(adapter_folders, run_folder, tmp_p
             load_model(adapter_folders / "base", single, adapters={"sql": folder})
     with pytest.raises(ValueError, match="NAME=FOLDER"):
         ServerConfig(lora_modules=("sql",))
-    with pytest.raises(ValueError, match="two adapters alike"):
+    with pytest.raises(ValueError, match="two adapters the same name"):
         ServerConfig(lora_modules=("sql=a", "sql=b"))

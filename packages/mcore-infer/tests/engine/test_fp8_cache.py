@@ -77,6 +77,6 @@ def test_a_cache_in_fp8_takes_half_of_sixteen_bits_and_knows_what_it_cannot_keep
     with caplog.at_level("WARNING"):
         latent_engine = build_engine(own, InferenceConfig(**config), kv_scales={0: (2.0, 3.0)})
     assert latent_engine.config.fp8_cache is None
-    assert "scales of a cache in fp8 are not used" in caplog.text
+    assert "scales of an fp8 cache are not used" in caplog.text
     same = InferenceConfig(**config, kv_cache_dtype="model")
     assert build_engine(model, same, kv_scales={0: (2.0, 3.0)}).config.fp8_cache is None

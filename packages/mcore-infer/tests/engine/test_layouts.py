@@ -112,7 +112,7 @@ def written_by_experts(folder, dense_folder):
     loaded = load_model(folder, ctx)
     replicas = {"replicas": loaded.data, "in_step": loaded.in_step}
     proposing = InferenceConfig(num_speculative_tokens=1, speculative_drafts="mtp")
-    with pytest.raises(ValueError, match="runs forwards that replicas"):
+    with pytest.raises(ValueError, match="runs extra forwards, which replicas"):
         build_engine(loaded.model, proposing, **replicas)
     prompts, limits = [[1], [1] * 50], InferenceConfig()  # the second rank's
     with pytest.raises(ValueError, match="prompt 1 has 50 tokens"):

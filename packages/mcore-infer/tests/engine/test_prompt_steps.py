@@ -114,7 +114,7 @@ def test_the_log_says_why_nothing_is_recorded(folder, reason, request, tape_reco
     model = load_model(request.getfixturevalue(folder), ParallelContext.single()).model
     engine = Engine(model, LIMITS)
     assert engine.prompts.recorder is None
-    assert f"steps that hold prompts are not recorded: {reason}" in caplog.text
+    assert f"steps with tokens of prompts are not recorded: {reason}" in caplog.text
 
 
 def test_the_last_mlp_computes_only_the_tokens_whose_logits_are_read(model):

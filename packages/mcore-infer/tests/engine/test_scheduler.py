@@ -243,7 +243,7 @@ def test_a_request_that_cannot_run_is_refused_with_the_numbers():
     scheduler = Scheduler(SchedulerConfig(max_sequence_tokens=20), PagePool(4, 4))
     with pytest.raises(ValueError, match=r"maximum context length was exceeded.*15.*9.*20"):
         scheduler.add(0, [1] * 15, 9)
-    with pytest.raises(ValueError, match="do not fit into the cache, which holds 16"):
+    with pytest.raises(ValueError, match="do not fit into the cache of 16 tokens"):
         scheduler.add(0, [1] * 15, 3)
     scheduler.add(0, [1] * 15, 2)
     with pytest.raises(ValueError, match="queued already"):

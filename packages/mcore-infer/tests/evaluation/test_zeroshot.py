@@ -96,7 +96,7 @@ def test_a_continuation_is_judged_in_its_own_context(model):
             want = sum(logits[t - 1, row[t]].item() for t in range(len(row) - count, len(row)))
             assert one.log_prob == pytest.approx(want, rel=1e-10)
     assert judge(model, []) == []
-    with pytest.raises(ValueError, match="context and target"):
+    with pytest.raises(ValueError, match="one token of context and one target"):
         judge(model, [Continuation([1, 2], 2)])
 
 
@@ -181,7 +181,7 @@ def test_the_tasks_are_commands(run_folder, loaded, tmp_path, capsys):
         ([*task, "--overlapping-eval", "4"], "no effect on --task LAMBADA"),
         ([*words, "--strict-lambada", "--valid-data", str(wiki)], "no effect on --task TEXT"),
         ([*task, str(wiki)], "takes one --valid-data, not "),
-        ([*words, "--task", "LAMBADA", "--valid-data", str(wiki)], "line 1 is no JSON"),
+        ([*words, "--task", "LAMBADA", "--valid-data", str(wiki)], "line 1 is not a JSON"),
     ):
         assert main(more) == 2
         assert message in capsys.readouterr().err

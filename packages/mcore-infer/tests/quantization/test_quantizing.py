@@ -154,7 +154,7 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
     assert len(said["matrices"]) == 8
     assert 0 < said["matrices"][0]["output_error"] < 0.5
     text = (path / method / "receipt.md").read_text()
-    assert "| lm_head | scores the vocabulary: its errors reach every token |" in text
+    assert "| lm_head | computes logits: its errors affect every token |" in text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -220,7 +220,7 @@ def test_experts_whose_inputs_nothing_can_scale_are_rounded_to_the_nearest(tmp_p
 
 def test_blocks_that_vllm_cannot_multiply_are_left_and_named(run, tmp_path):
     config = QuantizeConfig(method="fp8-block", **CONFIG)
-    with pytest.raises(ValueError, match="64 outputs are not a multiple of 128, and vLLM"):
+    with pytest.raises(ValueError, match="64 outputs are not a multiple of 128, as vLLM"):
         quantize(run, tmp_path / "q", TEXT, config, tokenizer=ByteTokenizer())
 
 
@@ -348,7 +348,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     fresh = str(tmp_path / "fresh")
     for changed, message in (
         ({}, "exists and is not empty"),
-        ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
+        ({"output": fresh, "exclude_modules": "nothing"}, "matches no module"),
         ({"output": fresh, "method": "int8"}, "--group-size 16 has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         (
@@ -357,7 +357,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ),
         ({"output": fresh, "method": "mixed", "budget": "5"}, "below 6, the fewest"),
         ({"output": fresh, "method": "mixed", "budget": "16"}, "every matrix in 16 bits"),
-        ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),
+        ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "already quantized"),
         ({"output": fresh, "group_size": "40"}, "not a multiple of the group of 40"),
         (
             {"output": fresh, "calibration_data": str(short)},

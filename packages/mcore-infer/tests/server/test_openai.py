@@ -319,7 +319,7 @@ def test_the_official_client_works_unchanged(client, long_model):
     with api:
         assert [model.id for model in api.models.list()] == ["tiny"]
         assert api.models.retrieve("tiny") == api.models.list().data[0]
-        with pytest.raises(openai.NotFoundError, match="no model other/one here: tiny is"):
+        with pytest.raises(openai.NotFoundError, match="other/one is not served: tiny is"):
             api.models.retrieve("other/one")
         text = expected_text(long_model, "In the")
         whole = api.completions.create(model="tiny", prompt="In the", **GREEDY)

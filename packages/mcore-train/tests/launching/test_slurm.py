@@ -72,6 +72,8 @@ def test_a_container_is_given_to_srun_with_its_mounts_and_decides_in_the_image(t
     )
     assert f"srun --ntasks-per-node=1 --wait=60 {inside} \\" in text
     assert f"srun --nodes=1 --ntasks=1 --export=ALL {inside} bash -c" in text
+    assert "\npython -m torch.distributed.run \\" in text
+    assert "uv run" not in text  # not in every image
     # Ranks and hosts name one folder.
     assert "job_logs=/runs/a/logs/mcore-$SLURM_JOB_ID" in text.splitlines()
     assert "host_logs=/lustre/runs/a/logs/mcore-$SLURM_JOB_ID" in text.splitlines()
@@ -83,6 +85,21 @@ def test_a_container_is_given_to_srun_with_its_mounts_and_decides_in_the_image(t
     )
     assert lost.returncode == 2
     assert "--save /runs/a is in none of --container-mounts (/data)" in lost.stderr
+
+
+def test_files_of_the_mounts_need_not_exist_here_and_recipes_have_to_be_in_them(tmp_path):
+    (tmp_path / "own.toml").write_text("lr = 1e-3\n")
+    done = launch(
+        *("slurm", "--container-image", "/i.sqsh", "--container-mounts", "/a:/data", "--"),
+        *(*RUN, "--recipe", "own.toml", "--save", "/data/run"),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/data/tokenizer"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--tokenizer-model /data/tokenizer does not exist" in done.stderr
+    assert "--recipe own.toml is in none of --container-mounts (/data)" in done.stderr
+    text = (tmp_path / "launch/mcore/job.sbatch").read_text()
+    assert f"--last-step {RUN[RUN.index('--train-iters') + 1]}" in text
 
 
 def test_one_message_has_the_faults_of_both_sides_of_the_command_line(tmp_path):

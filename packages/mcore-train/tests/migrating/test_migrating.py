@@ -74,6 +74,7 @@ def test_what_a_script_leaves_open_is_listed_and_can_be_set():
     assert known.values["save"] == "run/"
     assert known.values["load"] == "run"
     assert known.values["wandb_project"] == "mixtral"
+    assert known.values["tensorboard"]  # by --tensorboard-dir, as in Megatron
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,15 @@ def test_parts_that_are_not_followed_are_listed():
 
 
 @pytest.mark.parametrize(
-    "text", ["A=(--a (1))\npython p.py ${A[@]}", 'X=(1); bash -c "python p.py --a (1) --b 2"']
+    ("text", "line"),
+    [
+        ("A=(--a (1))\npython p.py ${A[@]}", 1),
+        ('X=(1)\nbash -c "python p.py --a (1) --b 2"', 2),
+        ('\nX="--a (1)"\neval "python p.py $X --b 2"', 3),
+    ],
 )
-def test_a_bracket_outside_quotes_is_refused_as_a_shell_does(text):
-    with pytest.raises(ValueError, match=r"line 1: '\(' outside quotes .* Quote the value"):
+def test_a_bracket_outside_quotes_is_refused_as_a_shell_does(text, line):
+    with pytest.raises(ValueError, match=rf"line {line}: '\(' outside quotes .* Quote the"):
         read_script(text, {})
 
 
@@ -427,6 +433,21 @@ def test_a_conflict_that_is_the_users_to_decide_is_printed_with_exit_code_2(tmp_
     assert "a run of 8 ranks refuses the recipe:\n  --num-attention-heads 4" in (
         capsys.readouterr().out
     )
+
+
+def test_the_report_ends_with_commands_and_needs_no_file_of_the_cluster(tmp_path, capsys):
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --bf16"
+    batch = "--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3"
+    files = "--nccl-communicator-config-path /far/nccl.yaml --data-path $DATA --train-iters 2"
+    layout = "--tensor-model-parallel-size 2"
+    path = written(tmp_path, "a.sh", f"torchrun p.py {shape} {batch} {files} {layout}")
+    recipe = str(tmp_path / "recipe.toml")
+    assert migrate(str(path), output=recipe, dry_run=False) == 0
+    check, start = capsys.readouterr().out.splitlines()[-2:]
+    run = f"gpt --recipe {recipe} --data-path DATA_PATH"
+    assert check == f"  mcore-train {run} --dry-run --world-size 2"
+    assert start == f"  torchrun -m mcore_train {run}"
+    assert "/far/nccl.yaml" in Path(recipe).read_text()
 
 
 def test_a_setting_without_a_value_is_refused():

@@ -42,7 +42,9 @@ def chat(
         from mcore_infer.writing.chat_format import load_chat_format
 
         if loaded.world.size > 1:
-            raise ValueError("chat reads a terminal and runs in one process, without torchrun.")
+            raise ValueError(
+                "chat reads a terminal: start it in one process, without torchrun."
+            )
         conversation = Conversation(
             loaded,
             tokenizer,
@@ -79,14 +81,14 @@ def _answer(conversation: "Conversation", message: str) -> None:
                 print(piece, end="", flush=True)
                 if is_interrupted.is_set():
                     break
-        except ValueError as error:  # too long: the conversation is unchanged
+        except ValueError as error:  # the conversation is too long, and unchanged
             print(f"{error} Or start again with /reset.", file=sys.stderr)
     print()
 
 
 @contextmanager
 def _interrupted() -> Iterator[Event]:
-    """Within the context, Ctrl-C sets an event and does not interrupt a step."""
+    """Within the context, Ctrl-C sets the event instead of interrupting a step."""
     event = Event()
     before = signal.signal(signal.SIGINT, lambda *_: event.set())
     try:

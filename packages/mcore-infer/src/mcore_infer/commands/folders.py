@@ -1,4 +1,4 @@
-"""The commands ``mcore-infer quantize`` and ``export``, which write a folder in one process."""
+"""The commands ``mcore-infer quantize`` and ``export``, which write folders in one process."""
 
 import sys
 from pathlib import Path

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _ONE_BEAM = Rule(
     ("num_samples", "beam_width"),
     lambda v: v.num_samples > 1 and v.beam_width,
-    "--num-samples {num_samples}: a --beam-width finds one text.",
+    "--num-samples {num_samples}: --beam-width returns one text. Leave one of them out.",
 )
 _ONE_STRUCTURE = Rule(
     ("json_schema", "regex"),
@@ -71,7 +71,8 @@ def generate(
         is_streamed = is_first and is_one
         for number, token in enumerate(tokens):
             if is_streamed and not number:
-                print(beginnings[0], end="", flush=True)  # after all checks
+                # The first token proves that all checks passed: print the prompt only now.
+                print(beginnings[0], end="", flush=True)
             piece = texts[token.row].add(token.id)
             pieces[token.row].append(piece)
             if is_streamed:
@@ -107,7 +108,8 @@ def _written(
     if loaded.description.family == "t5":
         if structure or sampling.beam_width or engine.draft_load:
             raise ValueError(
-                "a T5 takes no --json-schema, --regex, --beam-width and --draft-load."
+                "a T5 does not support --json-schema, --regex, --beam-width and --draft-load: "
+                "leave them out."
             )
         if loaded.data.size > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Options of the model that a command runs, and the context that loads it."""
+"""Options of the model that a command runs, and the context that loads the model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ _NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The model of a command, its device and its ranks."""
+    """Folder, device and rank grid of the model that a command runs."""
 
     load: str
     """Run folder, a step folder of one, a Hugging Face or a Megatron folder."""
@@ -47,7 +47,7 @@ class ModelOptions:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raise ValueError under several ranks, for commands that run in one process."""
+    """Raise ValueError if a command that runs in one process was started on several ranks."""
     from mcore_parallel.launch.launcher import read_environment
 
     if read_environment().world_size > 1:
@@ -67,8 +67,8 @@ def opened(
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
     """Join the world and load the model; yield model, tokenizer and whether this is rank 0.
 
-    Within the context, a rank that fails or dies ends all ranks (see ``Watch``). Bad input is
-    the exception: every rank raises ValueError.
+    Within the context, a rank that fails or dies ends all ranks (see ``Watch``), except for bad
+    input, for which every rank raises ValueError.
 
     Args:
         options: the model, its device and ranks.
@@ -92,11 +92,11 @@ def opened(
     from mcore_parallel.launch.watchdog import Watch
     from mcore_parallel.mesh import ParallelContext
 
-    # Before any rank waits for another.
+    # Resolve all folders before the first collective, so that a wrong path fails on every rank.
     folder = resolve_folder(options.load, options.ckpt_step, takes_any=True)
     draft_folder = resolve_folder(draft, takes_any=True) if draft else None
     adapter_folders = {
-        name: resolve_folder(given, takes_any=True) for name, given in adapters.items()
+        name: resolve_folder(path, takes_any=True) for name, path in adapters.items()
     }
     environment = read_environment()
     pp = options.pipeline_model_parallel_size
@@ -109,8 +109,8 @@ def opened(
         expert_tensor_parallel_size=options.expert_tensor_parallel_size
         or max(1, tp // max(1, ep)),
     )
-    joins = not dist.is_initialized()  # a caller's world is kept
-    refused = None
+    joins = not dist.is_initialized()  # a world that the caller initialized stays open
+    input_error = None
     try:
         device = initialize(options.device, _TIMEOUT_MINUTES)
         ctx = ParallelContext.build(config, device)
@@ -127,7 +127,7 @@ def opened(
         if options.tokenizer:
             loaded = replace(loaded, tokenizer=load_tokenizer(options.tokenizer))
         if loaded.tokenizer is None:
-            raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
+            raise ValueError(f"{folder} has no tokenizer: give its folder with --tokenizer.")
         watched = environment.world_size if joins else 1
         with Watch.of_world(environment.rank, watched, _TIMEOUT_MINUTES, on_fault):
             try:
@@ -135,9 +135,10 @@ def opened(
                 if watched > 1:  # rank 0 may host the store that other ranks still watch
                     wait_for_all()
             except ValueError as error:
-                refused = error
-        if refused is not None:
-            raise refused
+                input_error = error
+        # Raised outside of Watch, which would report any exception as the failure of a rank.
+        if input_error is not None:
+            raise input_error
     finally:
         if joins:
             shut_down()

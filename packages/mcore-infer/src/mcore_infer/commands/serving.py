@@ -47,8 +47,8 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     name = server.served_model_name or Path(model.load).resolve().name
     if name in server.adapter_folders:
         raise ValueError(
-            f"--lora-modules {name}=... has the name of the model: give another name, or "
-            "another --served-model-name."
+            f"--lora-modules {name}=... has the name of the model: give the adapter another "
+            "name, or give another --served-model-name."
         )
     template = file_text("--chat-template", server.chat_template)
 
@@ -56,7 +56,8 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         if worker is not None:
             worker.fail(fault)
 
-    listener = _listen(server) if is_first else nullcontext()  # before the model is loaded
+    # Listen before the model is loaded, so that a used port fails at once.
+    listener = _listen(server) if is_first else nullcontext()
     with (
         listener as listening,
         opened(
@@ -72,7 +73,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.writing.chat_format import load_chat_format
         from mcore_infer.writing.structured import Grammars
 
-        chat = load_chat_format(template, tokenizer)  # on every rank, so that all raise
+        chat = load_chat_format(template, tokenizer)  # on every rank: errors are raised on all
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
             loaded.model,
@@ -147,8 +148,8 @@ def _listen(config: ServerConfig) -> socket.socket:
         return socket.create_server((config.host, config.port), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"--host {config.host} --port {config.port} cannot be listened on "
-            f"({error.strerror or error}): choose others."
+            f"cannot listen on --host {config.host} --port {config.port} "
+            f"({error.strerror or error}): choose another host or port."
         ) from None
 
 

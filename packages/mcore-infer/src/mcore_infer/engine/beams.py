@@ -1,8 +1,8 @@
 """Beam search: keeps the best texts at every token.
 
-Each kept text is a request of one token that returns the likeliest successors. Prefix caching
-shares the complete pages of the previous token's requests; tokens of the last page are computed
-again.
+Each beam is extended by an engine request of one token, which returns the likeliest successors.
+Prefix caching shares the complete pages of the previous token's requests; tokens of the last,
+incomplete page are computed again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ _ONE_TOKEN = SamplingConfig(num_tokens=1, top_k=1)
 class BeamSearch:
     """The beams of one prompt, without a model.
 
-    A text's score is the sum of its log probabilities over its length to the power of
+    A text's score is the sum of its log probabilities, divided by its length to the power of
     ``length_penalty``, as in Megatron and transformers. The search ends when there are as many
     finished texts as beams, and no unfinished text has a better score at its current length.
 
@@ -36,8 +36,8 @@ class BeamSearch:
         """Start with the empty text.
 
         Args:
-            sequence: has the number of beams, the length penalty, and the tokens that end a
-                text.
+            sequence: request with the number of beams, the length penalty, and the tokens that
+                end a text.
         """
         self.width = sequence.sampling.beam_width
         self.length_penalty = sequence.sampling.length_penalty
@@ -50,7 +50,7 @@ class BeamSearch:
         """Extend the beams by one token; return whether the search is over.
 
         Args:
-            tops: the likeliest successors of each live text: twice the number of beams, so that
+            tops: the likeliest successors of each live text, twice as many as beams, so that
                 enough remain if half of them end a text.
         """
         extended = [
@@ -61,6 +61,7 @@ class BeamSearch:
         extended.sort(key=lambda text: -text[1])
         length = len(extended[0][0])
         self.live = []
+        # A text that ends becomes a result only if its rank is below the number of beams.
         for rank, (ids, total) in enumerate(extended[: 2 * self.width]):
             if ids[-1] not in self.ends:
                 self.live.append((ids, total))
@@ -110,7 +111,11 @@ class Beams:
     def take(
         self, request: int, result: Generation, add: Callable[..., int]
     ) -> Iterator[NewToken | tuple[int, Generation]]:
-        """Record a request's result; yield tokens and result of a search that is over."""
+        """Record the result of one request of a search.
+
+        After the last request of a token, extends the beams and queues the next requests, or
+        yields the tokens and the result of a search that is over.
+        """
         number = self._searching[request]
         step = self._steps[number]
         step[request] = result.top[0]
@@ -118,8 +123,8 @@ class Beams:
             return
         _, search = self._searches[number]
         is_over = search.take(list(step.values()))
-        for done in self._steps.pop(number):
-            del self._searching[done]
+        for finished in self._steps.pop(number):
+            del self._searching[finished]
         if not is_over:
             self._step(number, add)
             return

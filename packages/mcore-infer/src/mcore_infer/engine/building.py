@@ -1,4 +1,4 @@
-"""Builds an engine from the options of a command."""
+"""Builds an engine from the options of a command: limits, page count, format of the cache."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def build_engine(
     in_step: Axis = SINGLE,
     adapters: StackedAdapters | None = None,
 ) -> Engine:
-    """Build an engine whose cache fits into memory, with as many pages on all its ranks.
+    """Build an engine whose cache fits into memory, with the same number of pages on all ranks.
 
     Runs the model to measure memory, and communicates, as ``fitting_pages`` does.
 
@@ -37,7 +37,7 @@ def build_engine(
         kv_scales: the checkpoint's scales of an fp8 cache, by layer.
         replicas: ranks with the same model, whose engines refuse the same requests.
         in_step: all ranks of replicas that share experts, see ``Engine``.
-        adapters: of the model, from which requests choose by name.
+        adapters: adapters of the model, from which requests choose by name.
 
     Raises:
         ValueError: if the engine cannot run the model with these options, or fewer than two
@@ -60,7 +60,7 @@ def build_engine(
 
 
 def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
-    """Return the most tokens of one prompt and its text together."""
+    """Return the largest number of tokens of one prompt and its text together."""
     positions = model.config.max_position_embeddings
     limit = config.inference_max_seq_length or min(positions or _LONGEST, _LONGEST)
     return min(limit, positions) if positions else limit

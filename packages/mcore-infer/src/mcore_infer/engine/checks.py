@@ -1,4 +1,4 @@
-"""Checks of models, draft models and beam searches, before a step runs."""
+"""Checks whether an engine supports a model, a draft model or a beam search."""
 
 from mcore_infer.config import Drafts
 from mcore_infer.writing.sequence import RunningSequence
@@ -15,8 +15,8 @@ def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
     """Raise ValueError for options that beam search does not support."""
     if sequence.changes_scores or sequence.matcher is not None or not sequence.num_tokens:
         raise ValueError(
-            "beam search takes no biases, forbidden tokens or structure, and writes at least "
-            "one token."
+            "beam search does not support biases, forbidden tokens, structures and texts of no "
+            "token: leave them out."
         )
     scores = sequence.request.scores
     if scores.prompt or scores.num_top:
@@ -25,11 +25,13 @@ def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
             "prompt or of the likeliest tokens."
         )
     if any(len(sequence) > 1 for sequence in sequence.stop):
-        raise ValueError("beam search ends at single tokens: give no longer stop sequence.")
+        raise ValueError(
+            "beam search ends texts at single tokens only: give stop sequences of one token."
+        )
     if 2 * sequence.sampling.beam_width > vocab_size:
         raise ValueError(
             f"--beam-width {sequence.sampling.beam_width} exceeds half the vocabulary of "
-            f"{vocab_size} tokens."
+            f"{vocab_size} tokens: use {vocab_size // 2} or less."
         )
 
 
@@ -44,28 +46,32 @@ def check_speculation(
         )
     if in_step.size > 1 and drafts != "ngram":
         raise ValueError(
-            f"--speculative-drafts {drafts} runs forwards that replicas with shared experts "
-            "do not run together: use ngram, or an --expert-model-parallel-size within "
+            f"--speculative-drafts {drafts} runs extra forwards, which replicas with shared "
+            "experts cannot run together: use ngram, or an --expert-model-parallel-size within "
             "--tensor-model-parallel-size."
         )
     if has_recurrent_layers(model.config):
         raise ValueError(
-            "a recurrent state cannot be reset to before a rejected proposal: set "
+            "the state of a recurrent layer cannot be reset after a rejected proposal: set "
             "--num-speculative-tokens 0."
         )
     if depends_on_length(model.config):
         raise ValueError(
-            f"--rope-type {model.config.rope_type} rotates by the length of the text, which a "
-            "rejected proposal would change: set --num-speculative-tokens 0."
+            f"the angles of --rope-type {model.config.rope_type} depend on the length of the "
+            "text, which a rejected proposal changes: set --num-speculative-tokens 0."
         )
     if (drafts == "model") != (draft is not None):
         raise ValueError(
             f"--speculative-drafts {drafts} "
-            + ("has no use for a draft model." if draft else "needs a --draft-load folder.")
+            + (
+                "uses no draft model: leave out --draft-load."
+                if draft
+                else "needs --draft-load."
+            )
         )
     if drafts == "mtp" and not (isinstance(model, MTPLanguageModel) and model.predicts_further):
         raise ValueError(
-            "--speculative-drafts mtp: this model has no layer that predicts further tokens "
+            "--speculative-drafts mtp: this model has no multi-token prediction layer "
             "(--mtp-num-layers). Use ngram, or a draft model."
         )
     if draft is not None:
@@ -75,8 +81,9 @@ def check_speculation(
 def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
     if has_recurrent_layers(draft.config) or depends_on_length(draft.config):
         raise ValueError(
-            "a draft model with recurrent layers, or with a --rope-type that rotates by the "
-            "length of the text, cannot be reset to before a rejected proposal: use another."
+            "a draft model with recurrent layers, or with rotary angles that depend on the "
+            "length of the text, cannot be reset after a rejected proposal: use another draft "
+            "model."
         )
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
@@ -87,12 +94,12 @@ def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
     if limit and not 0 < needed <= limit:
         raise ValueError(
             f"the draft model has {limit} positions and the model {needed or 'no limit'}: use "
-            "a draft model with as many."
+            "a draft model with at least as many."
         )
 
 
 def depends_on_length(config: TransformerConfig) -> bool:
-    """Whether rotary angles depend on a text's length, so that a step has one text."""
+    """Whether rotary angles depend on the length of a text; a step then has one text only."""
     return config.rope_type in _BY_LENGTH
 
 

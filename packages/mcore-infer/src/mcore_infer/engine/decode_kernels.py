@@ -1,6 +1,6 @@
 """Chooses the attention kernel of a decoding step by device, dtype, sizes and options.
 
-The kernels' modules import Triton, so they are imported where tensors are on a GPU.
+The modules of the kernels import Triton, and are therefore imported only for tensors on a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def decode_kernel(
     kv_scales: Scales | None,
     page_tokens: int,
 ) -> Callable[..., Tensor] | None:
-    """Return the kernel that writes new keys and attends to pages; None: no kernel supports it.
+    """Return the kernel that writes new keys and attends to pages; None: no kernel fits.
 
     Args:
         num_rows: requests of the step.
@@ -36,7 +36,7 @@ def decode_kernel(
         k: new keys; ``[R, ..., G, H]``.
         v: new values; None: latent attention.
         scores: options of ``attend``.
-        kv_scales: of an fp8 cache; None: the cache has the model's dtype.
+        kv_scales: scales of an fp8 cache; None: the cache has the model's dtype.
         page_tokens: tokens in a page.
     """
     if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
@@ -92,13 +92,15 @@ def takes_many(
     The arguments after ``page_tokens`` are those of ``DECODE_KERNEL``.
     """
     is_plain = dtype == torch.bfloat16 and not set(rules) - {"scale"}
-    is_whole = page_tokens % 32 == 0 and group <= 8
-    fewest = _MANY_PROGRAMS_OF_CODES if in_fp8 else _MANY_PROGRAMS
-    return num_programs >= fewest and is_plain and is_whole and head_dim in (64, 96, 128)
+    fits_tiles = page_tokens % 32 == 0 and group <= 8
+    min_programs = _MANY_PROGRAMS_OF_CODES if in_fp8 else _MANY_PROGRAMS
+    return (
+        num_programs >= min_programs and is_plain and fits_tiles and head_dim in (64, 96, 128)
+    )
 
 
 def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
-    # Within the trial, since Triton may come without Gluon.
+    # Imported within the trial, because some builds of Triton have no Gluon.
     from mcore_infer.engine.kernels.paged_attention import decode_trial
     from mcore_infer.engine.kernels.paged_attention_many import decode_many
 
@@ -108,4 +110,4 @@ def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
 DECODE_MANY_KERNEL = OptionalKernel(
     "the decoding kernel for many requests", ("triton",), _trial_of_many
 )
-"""Kind: as of ``DECODE_KERNEL``; the only supported option is ``scale``."""
+"""The kind is that of ``DECODE_KERNEL``; the only supported option is ``scale``."""

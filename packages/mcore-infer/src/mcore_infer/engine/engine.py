@@ -1,8 +1,8 @@
-"""The engine: each step computes tokens of all running requests.
+"""The engine: writes the texts of many requests, one token of each per step.
 
 Requests may be added and cancelled between any two steps. ``step`` is the body of the loop:
 plan (``Scheduler``), launch the model and choose tokens (``_launch``), read the tokens of the
-launched step (``_finished_tokens``), add them to their sequences (``_add_tokens``).
+launched step (``_finished_tokens``), add the tokens to their sequences (``_add_tokens``).
 
 Continuous batching (Yu et al. 2022, Orca, OSDI) over paged memory (Kwon et al. 2023,
 arXiv:2309.06180). A request's text depends only on its prompt, its sampling and its seed: not
@@ -83,7 +83,7 @@ class _StepInFlight:
 
 
 class Engine:
-    """Writes the texts of many requests with one model.
+    """Writes the texts of many requests with one model, by continuous batching.
 
     All ranks of ``tp``, ``pp`` and the experts' axes have an engine and make the same calls.
 
@@ -92,14 +92,14 @@ class Engine:
         config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
             only the state after the last token, and with proposals of ``mtp``.
         in_step: all ranks that call ``step`` together, over all replicas.
-        adapters: of the model, one for each request; None: it has none to choose from.
+        adapters: adapters from which requests choose by name; None: no adapters are loaded.
         scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
         decoder: runs steps in which every request writes.
         prompts: runs steps with tokens of prompts.
-        drafter: proposes tokens; None: a step writes one token of each request.
+        drafter: proposes tokens; None: a step writes one token for each request.
         speculation: counts of the proposals.
-        grammars: compile structures for the tokenizer; None: structures are refused.
+        grammars: compiles structures for the tokenizer; None: structures are refused.
         weights_version: number of the weights in ``model``, see ``weights_changed``.
         runs_ahead: whether a step may be launched before the host has read the tokens of the
             previous one. On a GPU this hides the host's work.
@@ -121,13 +121,13 @@ class Engine:
             config: limits.
             draft: smaller model that proposes tokens, on the same ranks.
             in_step: all ranks of replicas that share experts. Each replica has its own
-                requests; all call ``step`` together, and a replica without work runs a row of
-                padding.
-            adapters: of the model, from which requests choose by name.
+                requests; all replicas call ``step`` together, and a replica without work runs a
+                row of padding.
+            adapters: adapters of the model, from which requests choose by name.
 
         Raises:
-            ValueError: if the model is in training mode, the options do not fit the model, or
-                fewer than two pages fit into memory.
+            ValueError: if the model is in training mode, the model does not support the
+                options, or fewer than two pages fit into memory.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
@@ -137,9 +137,10 @@ class Engine:
         if in_fixed_order:
             if config.fp8_cache:
                 raise ValueError(
-                    f"{FLAG} does not cover an fp8 cache: use --kv-cache-dtype model."
+                    f"{FLAG} does not support an fp8 cache: use --kv-cache-dtype model."
                 )
-            config = replace(config, records_graphs=False)  # lengths are read on the host
+            # Its attention reads lengths on the host, which a CUDA graph cannot do.
+            config = replace(config, records_graphs=False)
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft, in_step)
             if adapters is not None and config.speculative_drafts == "mtp":
@@ -150,7 +151,8 @@ class Engine:
         if has_recurrent_layers(model.config) or config.speculative_drafts == "mtp":
             config = replace(config, prefix_cache=False)
         if depends_on_length(model.config):
-            # Keys are rotated by the length of their text: a step has one text, uncut.
+            # The rotation of all keys depends on the length of their text: a step computes one
+            # text, without cutting its prompt.
             longest = max(config.max_tokens, config.max_sequence_tokens)
             config = replace(
                 config,
@@ -215,15 +217,15 @@ class Engine:
         Args:
             prompt: token ids, at least one.
             sampling: how tokens are chosen, and how many.
-            num_tokens: most tokens to write; -1: ``sampling.num_tokens``; 0: only score the
+            num_tokens: limit of tokens to write; -1: ``sampling.num_tokens``; 0: only score the
                 prompt.
             seed: seed of the random numbers that choose tokens.
-            eod: token that ends the text; None: no token does.
+            eod: token that ends the text; None: no token ends it.
             stop: token sequences that end the text and are cut off.
             rules: changes to the logits of single tokens.
             scores: log probabilities to compute; None: of the written tokens.
             structure: grammar of the text; None: any text.
-            adapter: name of the adapter that writes it; empty: the base model.
+            adapter: name of the adapter that writes the text; empty: the base model.
 
         Returns:
             The number of the request.
@@ -277,13 +279,18 @@ class Engine:
         if structure is None:
             return None
         if self.grammars is None:
-            raise ValueError("structured output needs an engine with a tokenizer.")
+            raise ValueError(
+                "structured output needs an engine with a tokenizer: set grammars."
+            )
         return self.grammars.matcher(structure)
 
     def _adapter_number(self, name: str) -> int:
         names = () if self.adapters is None else self.adapters.names
         if name and name not in names:
-            raise ValueError(f"no adapter {name} here: {', '.join(names) or 'none is loaded'}.")
+            raise ValueError(
+                f"the adapter {name} is not loaded: use "
+                f"{' or '.join(names) or 'the base model'}."
+            )
         return names.index(name) if name else -1
 
     def abort(self, request: int) -> None:
@@ -298,20 +305,20 @@ class Engine:
     def weights_changed(self, version: int | None = None) -> None:
         """Discard the cache after the weights of ``model`` were changed in place.
 
-        Call it on all ranks, after ``transfer_weights``. Requests keep their tokens, and a
+        All ranks call this after ``transfer_weights``. Requests keep their tokens, and a
         launched step still adds its tokens; later steps read no key, value, state or prefix of
         the old weights. No communication.
 
         Args:
-            version: number of the new weights, which later tokens are reported with; None: one
-                more than that of the old.
+            version: number of the new weights, with which later tokens are reported; None: the
+                old number plus 1.
         """
         self.weights_version = self.weights_version + 1 if version is None else version
         self.scheduler.recompute()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a launched step has not been read."""
+        """Whether a request waits or runs, or the tokens of a launched step were not read."""
         return bool(self._sequences) or self._flight is not None
 
     @torch.no_grad()
@@ -328,8 +335,8 @@ class Engine:
         flight = self._flight or self._launch(self._plan())
         self._flight = None
         if flight is None:
-            # No request here. Replicas that share experts exchange tokens in every forward, so
-            # this one runs an empty step with them.
+            # This replica has no request. Replicas that share experts exchange tokens in every
+            # forward, so this replica joins them with an empty step.
             if self.in_step.size > 1:
                 self.decoder.run(Step(()))
             return []
@@ -348,7 +355,7 @@ class Engine:
         return events
 
     def _recompute_beyond_context(self) -> None:
-        """Recompute a text that exceeds LongRoPE's original context: all its angles change.
+        """Recompute a text that exceeds LongRoPE's original context, since all angles change.
 
         Reference:
             Ding et al. 2024, LongRoPE. arXiv:2402.13753.
@@ -372,7 +379,7 @@ class Engine:
         return bool(all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"))
 
     def _plan(self) -> Step | None:
-        """Plan a step, with the drafter's proposals."""
+        """Plan a step, and fill in the drafter's proposals."""
         if self.drafter is None:
             return self.scheduler.plan()
         ready = {number: self._sequences[number] for number in self.scheduler.writing}
@@ -385,8 +392,9 @@ class Engine:
         """Launch a step without waiting for the device.
 
         Args:
-            step: None: nothing is launched.
-            tokens: chosen by the previous step, on the device, for a step planned ahead.
+            step: plan of the step; None: nothing is launched.
+            tokens: tokens that the previous step chose, on the device, for a step planned
+                ahead.
         """
         if step is None:
             return None
@@ -395,20 +403,20 @@ class Engine:
         requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
             return _StepInFlight(step, self.weights_version, [])
-        offsets = None  # of each row in its request: the number of proposals before it
+        offsets = None  # number of proposals before each row in its request
         if self.drafter is not None:
             offsets = [i for chunk in scored for i in range(1 + chunk.num_drafts)]
         sequences = [self._sequences[request] for request in requests]
         chosen = choose_on_all_ranks(logits, sequences, offsets, self.model)
-        wanted = [sequence.request.scores for sequence in sequences]
+        requested = [sequence.request.scores for sequence in sequences]
         ids = chosen.to("cpu", non_blocking=True)
         flight = _StepInFlight(step, self.weights_version, requests, chosen, ids)
-        if any(scores.log_probs for scores in wanted):
+        if any(scores.log_probs for scores in requested):
             log_probs = token_log_probs(logits, chosen).double()
             log_probs = from_last_stage(log_probs, self.model.pp)
             flight.log_probs = log_probs.to("cpu", non_blocking=True)
-        if num_top := max(scores.num_top for scores in wanted):
-            rows = [i for i, scores in enumerate(wanted) if scores.num_top]
+        if num_top := max(scores.num_top for scores in requested):
+            rows = [i for i, scores in enumerate(requested) if scores.num_top]
             best = top_log_probs(logits[on_device(rows, self.device)], num_top)
             best = from_last_stage(best, self.model.pp)
             flight.top = rows, best.to("cpu", non_blocking=True)
@@ -419,10 +427,10 @@ class Engine:
         return flight
 
     def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
-        """Plan the step after a launched one, whose tokens the host has not read.
+        """Plan the step after a launched step whose tokens the host has not read.
 
-        None if the plan depends on these tokens: a text may end by its length, or penalties, a
-        structure or proposals need the token on the host.
+        Returns None if the plan depends on these tokens: a text may end by its length, or
+        penalties, a structure or proposals need the token on the host.
         """
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
@@ -472,7 +480,7 @@ class Engine:
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token
             sequence = self._sequences.get(chunk.request)
-            if begin == row or sequence is None:  # no token is chosen, or it was aborted
+            if begin == row or sequence is None:  # no token is chosen, or the request ended
                 continue
             scores = sequence.request.scores
             count = 1 if self.drafter is None else self._num_accepted(chunk, ids[begin:row])
@@ -502,7 +510,7 @@ class Engine:
         for token in new:
             request = token.row
             sequence = self._sequences.get(request)
-            if sequence is None:  # ended by an earlier token of this step
+            if sequence is None:  # an earlier token of this step ended the text
                 continue
             sequence.note_weights(weights_version)
             released = sequence.add(token)
@@ -526,7 +534,7 @@ def _check_request(model: LanguageModel, sequence: RunningSequence) -> None:
         raise ValueError(
             f"the maximum context length was exceeded: {length} tokens of prompt and "
             f"{sequence.num_tokens} to write are more than the {limit} positions of the "
-            "model. Shorten the prompt or write fewer."
+            "model. Shorten the prompt or write fewer tokens."
         )
     rules = sequence.rules
     ids = [*sequence.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]

@@ -1,4 +1,4 @@
-"""GEMM of decoding steps: a kernel that reads the weight once multiplies few rows."""
+"""GEMM of decoding steps: multiplies few rows by a kernel that reads the weight once."""
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ GEMM is as fast."""
 
 
 class FewRowsGemm(PlainGemm):
-    """Multiplies few rows by a kernel that is limited by reading the weight."""
+    """Multiplies inputs of few rows by a kernel bound by memory bandwidth, others by torch."""
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None

@@ -1,8 +1,8 @@
-"""Keys and values of the cache in fp8 (e4m3), with one scale for a layer's keys or values.
+"""Rounds keys and values of the cache to fp8 (e4m3), with one scale for each of them per layer.
 
-Halves the memory, and the time to read it while decoding. A scale of 1 suffices for models
-whose keys and values stay below 448, as is usual. A new key is rounded before its first use, so
-a text does not depend on how its prompt was cut into chunks.
+An fp8 cache halves the memory, and the time to read it while decoding. A scale of 1 suffices
+for models whose keys and values stay below 448, as is usual. A new key is rounded before its
+first use, so a text does not depend on how its prompt was cut into chunks.
 """
 
 import logging
@@ -39,7 +39,7 @@ def check_fp8_cache(config: TransformerConfig) -> None:
 def chosen_cache(
     kv_cache_dtype: CacheDtype, config: TransformerConfig, kv_scales: Mapping[int, Scales]
 ) -> Fp8Cache | None:
-    """Return the fp8 format of a model's cache; None: the cache has the model's dtype.
+    """Choose the format of a model's cache: fp8 with its scales, or None for the model's dtype.
 
     Raises:
         ValueError: if fp8 is requested and the model has latent attention.
@@ -49,13 +49,13 @@ def chosen_cache(
     elif kv_cache_dtype == "model" or not kv_scales:
         return None
     elif config.multi_latent_attention:
-        log.warning("the checkpoint's scales of a cache in fp8 are not used: %s.", _LATENT)
+        log.warning("the checkpoint's scales of an fp8 cache are not used: %s.", _LATENT)
         return None
     return Fp8Cache(kv_scales)
 
 
 def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
-    """Return numbers over ``scale`` as bytes of e4m3, clamped to its range."""
+    """Divide numbers by ``scale`` and return them as bytes of e4m3, clamped to its range."""
     limit = LARGEST["e4m3"]
     scaled = x if scale == 1.0 else x.float() / scale  # fewer passes over x
     return scaled.clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -64,7 +64,7 @@ def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
 def from_codes(
     codes: UInt8[Tensor, "..."], scale: float, dtype: torch.dtype
 ) -> Float[Tensor, "..."]:
-    """Return the numbers of bytes of e4m3, times ``scale``."""
+    """Decode bytes of e4m3, and multiply the numbers by ``scale``."""
     numbers = codes.view(torch.float8_e4m3fn)
     return numbers.to(dtype) if scale == 1.0 else (numbers.float() * scale).to(dtype)
 

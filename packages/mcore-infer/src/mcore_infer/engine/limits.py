@@ -1,4 +1,4 @@
-"""Limits of an engine and the format of its cache; imports the standard library only."""
+"""Limits of an engine, and size and format of its cache; imports the standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from mcore_infer.config import Drafts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step."""
+    """Limits of the requests and tokens of one step."""
 
     max_requests: int = 64
     """Most requests in one step; each has a slot."""
@@ -31,8 +31,8 @@ class SchedulerConfig:
         if self.max_tokens < self.max_requests:
             raise ValueError(
                 f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
-                f"--inference-max-requests {self.max_requests}: each request that writes takes "
-                "a token of every step."
+                f"--inference-max-requests {self.max_requests}: every running request writes "
+                "one token a step. Raise the former or lower the latter."
             )
 
 
@@ -42,10 +42,10 @@ Scales = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Cache:
-    """The cache holds keys and values in e4m3."""
+    """Format of a cache with keys and values in e4m3: the scales of its layers."""
 
     scales: Mapping[int, Scales] = field(default_factory=dict)
-    """Scales by global number of the layer; layers that are left out have 1."""
+    """Scales by global number of the layer; other layers have scales of 1."""
 
     def of(self, layer: int) -> Scales:
         """Return the scales of a layer."""
@@ -57,8 +57,8 @@ class EngineConfig(SchedulerConfig):
     """Limits of an engine and the size of its cache."""
 
     num_pages: int = 0
-    """Pages of the key/value cache; 0: as many as fit, at most what all requests may need.
-    Requests that do not fit together wait."""
+    """Pages of the key/value cache; 0: as many as fit, at most the number that all requests
+    may need. Requests that do not fit together wait."""
 
     cache_bytes: int = 0
     """Bytes for the pages of this rank, used if ``num_pages`` is 0; 0: the memory that is free

@@ -1,16 +1,17 @@
 """Runs the model on a step: eagerly, or by replaying a CUDA graph of its size.
 
-A forward of few tokens is hundreds of small kernels; launching them one by one takes ten times
-as long as running them. ``Decoder`` runs steps in which every request writes: each number of
-rows in ``sizes`` has a CUDA graph, and a step with fewer requests is padded with rows that read
-and write the padding page.
+A forward of few tokens launches hundreds of small kernels, and launching them one by one takes
+ten times as long as running them. ``Decoder`` runs steps in which every request writes: each
+number of rows in ``sizes`` has a CUDA graph, and a step with fewer requests is padded with rows
+that read and write the padding page.
 
-``PromptSteps`` runs steps that hold prompts. A forward of a hundred tokens computes for a few
-milliseconds, but launching its kernels one by one takes a millisecond a layer. Steps of few
+``PromptSteps`` runs steps with tokens of prompts. A forward of a hundred tokens computes for a
+few milliseconds, but launching its kernels one by one takes a millisecond a layer. Steps of few
 tokens are therefore recorded by size, in the layout of decoding steps: one row for each token,
-which attends to the pages of its request. In this layout every token reads all keys before it;
-a chunk that runs without a graph reads them once. Steps of many tokens, or far into long texts,
-run without a graph: they keep the device busy for longer than the host needs to launch them.
+which attends to the pages of its request. In this layout every token reads all earlier keys,
+whereas a chunk without a graph reads them once. Steps of many tokens, or far into long texts,
+run without a graph, because they keep the device busy for longer than the host needs to launch
+their kernels.
 """
 
 import logging
@@ -48,12 +49,13 @@ Run = Callable[[], tuple[Tensor, Tensor]]
 """Returns the hidden state and logits of a step whose inputs have been filled in."""
 
 _RARE = 8
-"""Steps of one size that run in a larger graph before that size is recorded. Recording takes as
-long as tens of steps, and the number of rows falls quickly while a batch of texts ends."""
+"""Number of steps of one size that run in a larger graph before that size is recorded.
+Recording takes as long as tens of steps, and the number of rows falls quickly while a batch of
+texts ends."""
 
 
 def decode_sizes(max_requests: int) -> list[int]:
-    """Return the numbers of rows: 1, 2, 4, then every eighth, up to the limit."""
+    """Return the numbers of rows of steps: 1, 2, 4, multiples of 8 or 16, and the limit."""
     sizes = [1, 2, 4, *range(8, max_requests, 8 if max_requests <= 64 else 16)]
     return [*(s for s in sizes if s < max_requests), max_requests]
 
@@ -67,9 +69,9 @@ def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) 
     """Return the size in which a step runs.
 
     Args:
-        sizes: sizes that hold the step, ascending.
+        sizes: sizes into which the step fits, ascending.
         recorded: sizes with a CUDA graph.
-        num_steps: steps so far that the first size would have held.
+        num_steps: number of steps so far whose smallest fitting size was the first size.
     """
     if sizes[0] in recorded or not is_rare(num_steps):
         return sizes[0]
@@ -102,9 +104,9 @@ class Decoder:
             model: whole or a stage, in eval mode. On a GPU its plain GEMMs become
                 ``FewRowsGemm``, which differs only for few rows without gradients.
             cache: the engine's cache.
-            max_requests: most requests of a step.
-            table_pages: most pages of a request.
-            num_drafts: most proposals for a request in a step.
+            max_requests: largest number of requests of a step.
+            table_pages: largest number of pages of a request.
+            num_drafts: largest number of proposals for a request in a step.
             records_graphs: whether steps are recorded where the model and the device allow it.
         """
         self.model, self.cache = model, cache
@@ -119,7 +121,7 @@ class Decoder:
         self._inputs: dict[int, DecodeTensors] = {}
         if self.device.type == "cuda":
             use_few_rows_gemm(model)
-            # Now, not within a step: allocating pinned memory takes the host a while.
+            # Allocate before the first step: allocating pinned memory takes long.
             self._inputs = {size: self._allocated(size) for size in self.sizes}
         self._runs: dict[int, Run] = {}
         self._num_steps = Counter[int]()  # by the smallest size that fits
@@ -133,7 +135,7 @@ class Decoder:
 
         Args:
             step: every chunk is writing.
-            tokens: of the rows, ``[R]``, on the device; None: the step has them.
+            tokens: token of each row, ``[R]``, on the device; None: the step's tokens.
         """
         num_rows = step.num_tokens
         fitting = [max(1, num_rows)]  # on a CPU no row is padding
@@ -148,8 +150,8 @@ class Decoder:
             self._inputs[size] = self._allocated(size)
         inputs = self._inputs[size]
         if size not in self._runs:
-            # Record with rows of padding only: running a request's token twice would advance
-            # its recurrent state twice.
+            # Record with rows of padding only: warm-up runs would otherwise advance the
+            # recurrent state of a request several times.
             inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
             self._runs[size] = self._prepared(inputs)
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
@@ -158,8 +160,8 @@ class Decoder:
 
     def _prepared(self, inputs: DecodeTensors) -> Run:
         """Return a function that runs the model on the inputs, as a CUDA graph if possible."""
-        # The function must not refer to this object: the reference cycle would keep the graphs'
-        # memory.
+        # The function must not refer to this object: a reference cycle would delay the release
+        # of the graphs' memory.
         forward = partial(_hidden_and_logits, self.model, self.cache, inputs)
         recorder = self.recorder if self.is_recorded else None
         if recorder is None or recorder.gave_up:
@@ -167,7 +169,7 @@ class Decoder:
             return forward
         inputs.is_recorded = True
         if not self.cache.num_bytes:
-            forward()  # allocates the cache, outside of the graph's memory pool
+            forward()  # allocate the cache outside of the graph's memory pool
         from mcore_infer.engine.whole_step.whole_step import whole_step
 
         if (whole := whole_step(self.model, self.cache, inputs)) is not None:
@@ -199,10 +201,10 @@ def _hidden_and_logits(
 def _computing_rows(
     model: LanguageModel, cache: PagedCache, rows: Int[Tensor, " R"]
 ) -> Iterator[bool]:
-    """Make forwards return the hidden states of some tokens, if the last layer allows it.
+    """Within the context, forwards compute the last layer's MLP for the tokens ``rows`` only.
 
-    Yields whether it does: its MLP is dense, every token has the same weights, and this stage
-    has the logits.
+    Yields whether the model supports this: the last layer ends with an MLP, the model has no
+    adapters, and this stage computes the logits. If not, forwards do not change.
     """
     if not isinstance(model, GPT) or cache.adapters is not None or model.sequence_parallel:
         yield False
@@ -236,22 +238,23 @@ _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _ALWAYS = 256
 """Largest size that is recorded for a model of any size."""
 _MOST_WORK = 1 << 38
-"""Most tokens of a size times parameters of a layer. Beyond it the device is busy without a
-graph, and padding rows cost time. Llama-3-8B has 2 ** 28 parameters a layer."""
+"""Largest product of the tokens of a size and the parameters of a layer. Larger steps keep the
+device busy without a graph, and their padding rows cost time. Llama-3-8B has 2 ** 28 parameters
+a layer."""
 _MOST_TABLE = 1 << 20
-"""Most tokens of a size times pages of a request: entries of the page table that a step copies
-to the device."""
+"""Largest product of the tokens of a size and the pages of a request: entries of the page table
+that a step copies to the device."""
 _MOST_KEYS = 1 << 19
-"""Most keys that the tokens of a recorded step read together: 5 ms in Llama-3-8B."""
+"""Most keys that all tokens of a recorded step read together: 5 ms in Llama-3-8B."""
 
 
 class PromptSteps:
     """Runs steps in which at least one chunk belongs to a prompt.
 
     Attributes:
-        sizes: of recorded steps, in tokens, ascending.
-        recorder: None: no step is recorded.
-        num_recorded: steps that replayed a CUDA graph.
+        sizes: numbers of tokens of recorded steps, ascending.
+        recorder: records CUDA graphs; None: steps are not recorded.
+        num_recorded: number of steps that replayed a CUDA graph.
     """
 
     def __init__(
@@ -265,11 +268,11 @@ class PromptSteps:
         """Choose the recorded sizes; allocates nothing.
 
         Args:
-            model: in eval mode.
-            cache: of the engine.
-            max_tokens: of a step.
-            table_pages: most pages of a request.
-            recorder: of the engine; None: steps are not recorded.
+            model: model in eval mode.
+            cache: the engine's cache.
+            max_tokens: largest number of tokens of a step.
+            table_pages: largest number of pages of a request.
+            recorder: the decoder's recorder; None: steps are not recorded.
         """
         self.model, self.cache = model, cache
         self.device = next(model.parameters()).device
@@ -285,7 +288,7 @@ class PromptSteps:
             reason = "a recurrent layer reads the tokens of a text in order"
         if reason:
             self.recorder = None
-            log.debug("steps that hold prompts are not recorded: %s", reason)
+            log.debug("steps with tokens of prompts are not recorded: %s", reason)
         self._table_pages = table_pages
         self._inputs: dict[int, DecodeTensors] = {}
         self._runs: dict[int, Callable[[], Tensor]] = {}
@@ -300,8 +303,8 @@ class PromptSteps:
 
         Args:
             step: at least one chunk belongs to a prompt.
-            rows: tokens of the step whose hidden states are read; None: all. A step without a
-                graph computes the last layer's MLP for these tokens only.
+            rows: tokens of the step whose hidden states are returned; None: all. A step without
+                a graph computes the last layer's MLP for these tokens only.
         """
         size = self._size(step)
         if size and size not in self._runs:
@@ -314,14 +317,14 @@ class PromptSteps:
         inputs = step_tensors(step, self.cache.page_tokens, self.device)
         if rows is None:
             return _hidden(self.model, self.cache, inputs)
-        # A GEMM of no rows is undefined for some kernels: keep one, and drop it again.
+        # Some kernels do not support GEMMs of no rows: compute one row, and drop it below.
         index = on_device(rows or [0], self.device)
         with _computing_rows(self.model, self.cache, index) as is_cut:
             hidden = _hidden(self.model, self.cache, inputs)
         return (hidden if is_cut else hidden[index])[: len(rows)]
 
     def _size(self, step: Step) -> int:
-        """Return the recorded size to run a step in; 0: it runs without a graph."""
+        """Return the recorded size in which to run a step; 0: without a graph."""
         fitting = [size for size in self.sizes if size >= step.num_tokens]
         if self.recorder is None or self.recorder.gave_up or not fitting:
             return 0

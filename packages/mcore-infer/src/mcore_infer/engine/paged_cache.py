@@ -1,9 +1,9 @@
 """Paged cache of the engine: keys and values in pages, recurrent states in slots.
 
-The tokens of all chunks of a step form a batch of one row. Each layer writes their keys and
-values to the rows that the plan assigns; then every chunk attends to the pages of its request.
-A recurrent layer has a state for each slot. It batches chunks of equal length, and starts the
-first chunk of a request from a state of zeros.
+The tokens of all chunks of a step form a batch of one row. Each layer writes the keys and
+values of these tokens to the rows that the plan assigns; then every chunk attends to the pages
+of its request. A recurrent layer has a state for each slot, batches chunks of equal length, and
+starts the first chunk of a request from a state of zeros.
 """
 
 import logging
@@ -62,7 +62,7 @@ class PagedCache:
         step: inputs of the next forward.
         is_padded: whether decoding runs without a kernel, on gathered and padded keys.
         in_fixed_order: attend text by text in the order of ``kernels.batch_invariant``.
-        adapters: of the model, by request; None: requests choose none.
+        adapters: adapters of the model, applied by request; None: no adapters.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class PagedCache:
         Args:
             num_pages: pages in memory.
             page_tokens: tokens in a page.
-            num_slots: requests that run together.
-            fp8: keep keys and values in fp8; None: in the model's dtype.
+            num_slots: number of requests that run together.
+            fp8: scales of keys and values in fp8; None: the cache has the model's dtype.
         """
         self.num_pages, self.page_tokens, self.num_slots = num_pages, page_tokens, num_slots
         self._fp8 = fp8
@@ -85,10 +85,10 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Earlier tokens of the request, if the step has one request; else 0.
+        """Number of earlier tokens of the request, if the step has one request; else 0.
 
-        Models whose rotary positions depend on the text's length read it; their steps have one
-        text.
+        Models whose rotary positions depend on the length of the text read this number; their
+        steps have one text.
         """
         return 0 if self.step is None else self.step.num_earlier
 
@@ -121,7 +121,7 @@ class _LayerMemory:
     keys: Shaped[Tensor, "P Z G H"] | None = None
     values: Shaped[Tensor, "P Z G J"] | None = None
     states: tuple[Float[Tensor, "W ..."], ...] = ()
-    """Tensors of the state, each with a row for each slot."""
+    """Tensors of the recurrent state, each with a row for each slot."""
 
 
 class _PagedLayer:
@@ -167,7 +167,10 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Run a batch of chunks from their states; a chunk that starts a text has zeros."""
+        """Run a batch of chunks from the states of their slots, and store the new states.
+
+        A chunk that starts a text begins with a state of zeros.
+        """
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states
@@ -188,11 +191,12 @@ class _PagedLayer:
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Write new keys and values to the pages; each token attends to those of its request.
+        """Write new keys and values to the pages, and attend to the pages of each request.
 
-        Decoding steps use, in this order: a kernel that also writes the new keys, plain torch
-        on a CPU, the kernel of latent attention, padded attention in torch. Other steps run
-        each chunk by itself, except single tokens and prompts that start, which are batched.
+        Decoding steps use the first of these that supports the step: a kernel that also writes
+        the new keys, plain torch on a CPU, the kernel of latent attention, padded attention in
+        torch. Other steps compute each chunk separately, except single tokens and prompts that
+        start, which are batched.
         """
         step = self.cache.step
         assert step is not None
@@ -213,7 +217,9 @@ class _PagedLayer:
         if isinstance(step, DecodeTensors):
             decode = decode_kernel(len(q), q, k, v, scores, self.scales, self.cache.page_tokens)
             if decode is not None and v is not None:
-                if step.have_drafts:  # a row reads keys that other rows of its request write
+                # With proposals, a row reads keys that other rows of its request write: write
+                # all keys before the kernel starts.
+                if step.have_drafts:
                     memories = (held.keys, values)
                     write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
                 new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
@@ -246,7 +252,7 @@ class _PagedLayer:
         rules: dict[str, Any],
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Attend chunk by chunk; single tokens, and prompts that start, are batched."""
+        """Attend chunk by chunk; batch single tokens, and prompts that start in this step."""
         assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
@@ -297,7 +303,7 @@ class _PagedLayer:
         values: Shaped[Tensor, "P Z G H"],
         scale: float | None,
     ) -> Float[Tensor, "S 1 N H"]:
-        """Attend text by text, by the kernel of a batch-invariant model; waits for lengths."""
+        """Attend text by text, by the batch-invariant kernel; reads lengths on the host."""
         assert self.held.keys is not None
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         size = self.cache.page_tokens
@@ -309,13 +315,14 @@ class _PagedLayer:
             pages = [chunk.pages for chunk in step.chunks]
             spans = [(c.begin, c.end, c.first + c.end - c.begin) for c in step.chunks]
         mixed = torch.empty_like(q)
-        for of_text, (begin, end, length) in zip(pages, spans, strict=True):
-            keys, mine = (m[of_text].flatten(0, 1)[:length] for m in (self.held.keys, values))
-            mixed[begin:end, 0] = fixed_order_attention(q[begin:end, 0], keys, mine, scale)
+        for text_pages, (begin, end, length) in zip(pages, spans, strict=True):
+            memories = (self.held.keys, values)
+            k, v = (memory[text_pages].flatten(0, 1)[:length] for memory in memories)
+            mixed[begin:end, 0] = fixed_order_attention(q[begin:end, 0], k, v, scale)
         return mixed
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
-        """Gather the keys or values that a chunk attends to: no pages before its window."""
+        """Gather the keys or values of a chunk's request, without pages before its window."""
         size = self.cache.page_tokens
         # The chunk's first token sees keys from position first - window on. Pages before that
         # may belong to another request. ``end`` counts keys from the first gathered page.

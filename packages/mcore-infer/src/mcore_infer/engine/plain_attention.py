@@ -1,8 +1,8 @@
 """Attention of decoding in plain torch: on a CPU, and for models that no kernel supports.
 
 ``padded_decode`` gathers the pages of every request up to the width of the tables, so it never
-waits for the device and can be recorded. ``decode_on_cpu`` reads lengths on the host and avoids
-copies. ``reference_decode`` is the reference of all kernels of decoding.
+waits for the device and can be recorded as a CUDA graph. ``decode_on_cpu`` reads lengths on the
+host and avoids copies. ``reference_decode`` is the reference of all decoding kernels.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.selected_attention import Selection, attend_packed
 
 GATHERED_BYTES = 1 << 28
-"""Most bytes of keys and values to gather at once, but at least those of one request."""
+"""Most bytes of keys and values to gather at once; one request is always gathered whole."""
 
 
 def padded_decode(
@@ -56,7 +56,8 @@ def padded_decode(
             seen = [from_codes(codes, scale_of, q.dtype) for codes, scale_of in pairs]
         places = torch.arange(seen[0].shape[1], device=q.device)
         is_seen = _seen_keys(places, ends[:, None] - 1, window, chunk)
-        # Keys after a row's end may be another request's NaN, which weights of 0 do not hide.
+        # Rows after a text's end may have NaN of another request, which weights of 0 do not
+        # remove from the sum.
         k, v = seen[0], seen[1].masked_fill(~is_seen[..., None, None], 0)
         if selection is not None:
             k = k.masked_fill(~is_seen[..., None, None], 0)
@@ -78,7 +79,7 @@ def padded_decode(
 def _seen_keys(
     places: Int[Tensor, " Z"], last: Int[Tensor, "R 1"], window: int, chunk: int
 ) -> Bool[Tensor, "R Z"]:
-    """Return which keys the last token of each request attends to."""
+    """Return a mask of the keys to which the last token of each request attends."""
     seen = places <= last
     if chunk:
         seen = seen & (places // chunk == last // chunk)
@@ -127,7 +128,7 @@ def _is_in_words(x: Shaped[Tensor, "T G _"]) -> bool:
 def wide_pages(
     memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
 ) -> list[Float[Tensor, "..."]]:
-    """Return keys and values in the dtype of the queries; decodes fp8."""
+    """Return keys and values in the dtype of the queries, decoded from fp8 if necessary."""
     if kv_scales is None:
         return list(memories)
     pairs = zip(memories, kv_scales, strict=True)
@@ -137,7 +138,7 @@ def wide_pages(
 def rounded_to_codes(
     news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
 ) -> tuple[Float[Tensor, "..."], ...]:
-    """Return new keys and values rounded as an fp8 cache would store them."""
+    """Round new keys and values as an fp8 cache does; without scales, return them unchanged."""
     if kv_scales is None:
         return news
     pairs = zip(news, kv_scales, strict=True)
@@ -156,11 +157,11 @@ def decode_on_cpu(
 ) -> Float[Tensor, "R N J"]:
     """Write a new key and value of each request, and attend with its one query.
 
-    One call computes all rows, unless their lengths differ too much.
+    One call of attention computes all rows, unless their lengths differ too much.
 
     Args:
         q: queries; R requests.
-        new: the last key and value of each; no value if it is a part of the key.
+        new: new key and value of each request; no value if the value is a part of the key.
         memory: keys and values in pages; changed in place.
         step: pages and lengths.
         window: earlier keys that a query attends to; -1: all.
@@ -169,7 +170,8 @@ def decode_on_cpu(
     """
     extent, size = step.extent, memory[0].shape[1]
     # Cheapest first: a view of all rows; one gather with or without a mask; request by request.
-    # Pages before every window may be another request's.
+    # Keys before ``begin`` are outside every window, and their pages may belong to another
+    # request.
     begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
     if extent.is_even and extent.is_in_a_row and kv_scales is None:
         # Views of all tokens of each row; the last is that of the new key and of the query.
@@ -195,7 +197,7 @@ def decode_on_cpu(
     k, v = wide_pages(gathered, kv_scales, q.dtype)  # [K, R, G, .]
     if extent.is_even:
         return attend(q[None], k, v, window=window, **scores)[0]
-    # Keys after a row's end may be another request's NaN, which a mask does not hide.
+    # Rows after a text's end may have NaN of another request, which a mask does not hide.
     k, v = (x.masked_fill(extent.is_padding, 0) for x in (k, v))
     return F.scaled_dot_product_attention(
         q[:, :, None],  # [R, N, 1, H]
@@ -220,8 +222,8 @@ def reference_decode(
 ) -> Float[Tensor, "R N J"]:
     """Attend with one query of each request to its keys, request by request.
 
-    The reference of ``padded_decode`` and, after ``write_to_pages``, of ``paged_decode``. Takes
-    any option of ``attend``; waits for the device.
+    The reference of ``padded_decode`` and, after ``write_to_pages``, of ``paged_decode``.
+    Supports any option of ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []
     for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):

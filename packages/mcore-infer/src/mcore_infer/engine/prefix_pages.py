@@ -1,9 +1,10 @@
 """Reference counts of the pages of the key/value cache, and prefix caching.
 
-A page has the keys and values of a fixed number of consecutive tokens, in all layers. This file
-handles page numbers only, no memory. A complete page is published under a hash of its tokens
-and of all earlier tokens, and a later request with the same prefix shares the page. Published
-pages without a user stay until memory is needed; the least recently used page is evicted first.
+A page has the keys and values of a fixed number of consecutive tokens, in all layers. This
+module handles page numbers only, no memory. A complete page is published under a hash of its
+tokens and of all earlier tokens, and a later request with the same prefix shares the page.
+Published pages without a user are kept until pages are needed; the least recently used page is
+evicted first.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ def next_key(key: Key, tokens: Sequence[int]) -> Key:
 
 
 class PagePool:
-    """Counts the users of each page.
+    """Allocates pages, counts the users of each page, and finds published pages by key.
 
     Attributes:
         num_pages: pages in memory, numbered from 0.
@@ -39,21 +40,21 @@ class PagePool:
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._key: dict[int, Key] = {}
-        self._page: dict[Key, int] = {}
+        self._key: dict[int, Key] = {}  # of each published page
+        self._page: dict[Key, int] = {}  # published page of each key
         self._unused: OrderedDict[int, None] = OrderedDict()  # published, oldest first
 
     @property
     def num_free(self) -> int:
-        """Pages that ``take`` can return, including those of unused prefixes."""
+        """Number of pages that ``take`` can return, including published pages without users."""
         return len(self._free) + len(self._unused)
 
     def num_users(self, page: int) -> int:
-        """Requests that hold a page."""
+        """Return the number of requests that use a page."""
         return self._users[page]
 
     def take(self) -> int:
-        """Return a page for one user; evicts the least recently used prefix if none is free."""
+        """Allocate a page for one user; if no page is free, evict a published page."""
         assert self.num_free, "all pages are used"
         if self._free:
             page = self._free.pop()
@@ -64,7 +65,7 @@ class PagePool:
         return page
 
     def share_prefix(self, keys: Iterable[Key]) -> list[int]:
-        """Return the published pages of a text's prefix, and add a user to each."""
+        """Return the published pages of a text's first keys, and add a user to each page."""
         pages = []
         for key in keys:
             page = self._page.get(key)
@@ -85,10 +86,10 @@ class PagePool:
         """Remove one user from each page of a request.
 
         Args:
-            pages: in the order of the text. The last pages become unused first, so that a
-                prefix
-                is never evicted before the pages that extend it.
+            pages: pages in the order of the text.
         """
+        # The last pages become unused first, so that a page is never evicted before the pages
+        # that continue its prefix.
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is released twice"
             self._users[page] -= 1
@@ -100,7 +101,7 @@ class PagePool:
                 self._free.append(page)
 
     def forget_prefixes(self) -> None:
-        """Withdraw all published pages, after the weights have changed."""
+        """Unpublish all pages, after the weights have changed; unused ones become free."""
         for page in self._unused:
             self._free.append(page)
         self._unused.clear()

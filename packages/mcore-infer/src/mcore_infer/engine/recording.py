@@ -1,9 +1,9 @@
-"""CUDA graphs of forwards: one launch starts hundreds of kernels.
+"""Records forwards as CUDA graphs, so that one launch starts hundreds of kernels.
 
-A recorded forward reads and writes the same memory in every replay, and no launch depends on
-the host. ``unrecorded_reason`` names the models for which that is impossible. Other forwards
-that wait for the device (an expert GEMM that needs sizes on the host) are detected when they
-are recorded, and run without a graph.
+A recorded forward reads and writes the same memory in every replay, and no launch may depend on
+values that the host reads. ``unrecorded_reason`` lists the models for which that is impossible.
+Any other forward that waits for the device (an expert GEMM that needs sizes on the host) is
+detected during recording, and runs without a graph.
 """
 
 import logging
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Recorder:
-    """Records CUDA graphs, which share one pool of memory and run one after the other.
+    """Records CUDA graphs that share one memory pool, because they never run concurrently.
 
     Attributes:
         gave_up: whether a forward waited for the device; from then on nothing is recorded.
@@ -56,7 +56,7 @@ class Recorder:
             except RuntimeError as error:
                 if "synchronizing CUDA operation" not in str(error):
                     raise
-                log.warning("steps are not recorded: a forward waits for the device.")
+                log.warning("steps run without CUDA graphs: a forward waits for the device.")
                 self.gave_up = True
         torch.cuda.current_stream().wait_stream(stream)
         if self.gave_up:
@@ -81,10 +81,11 @@ def unrecorded_reason(model: LanguageModel) -> str:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """Make operations raise that wait for the device."""
+    """Within the context, operations that wait for the device raise RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # torch warns that this mode is a prototype. A wait that it misses fails the capture.
+        # torch warns that this mode is a prototype: a wait that the mode misses makes the
+        # graph capture fail instead.
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -96,7 +97,7 @@ def _no_waits() -> Iterator[None]:
 def _replay(
     graph: torch.cuda.CUDAGraph,
     result: Result,
-    forward: Any,  # noqa: ARG001 - keeps the inputs alive that the graph reads
+    forward: Any,  # noqa: ARG001 - holds references to the inputs that the graph reads
 ) -> Result:
     graph.replay()
     return result

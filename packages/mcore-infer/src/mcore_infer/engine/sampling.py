@@ -1,8 +1,8 @@
 """Chooses the next token from logits: penalties, temperature, cut-off, draw; log probabilities.
 
-The order is Megatron's: temperature, top-k, top-p (Megatron does not combine the two), a draw
-from the remaining tokens. Each row has one random number from its generator, so its text
-depends only on its seed: not on the device, nor on the other rows of the batch.
+The order is Megatron's: temperature, top-k, top-p (Megatron does not combine top-k and top-p),
+a draw from the remaining tokens. Each row has its own random generator, so that a text depends
+on its seed, and not on the device or on the other rows of the batch.
 """
 
 import math
@@ -21,13 +21,14 @@ from mcore_infer.writing.structured import allowed_tokens
 from mcore_models.kernels.batch_invariant import token_log_probs
 from mcore_models.protocol import LanguageModel
 
-_ROWS = 256
+_SCORED_ROWS = 256
+"""Most rows of logits of a prompt to compute at once."""
 
 
 def sample(
     logits: Float[Tensor, "B V"], sampling: SamplingConfig, draws: Float[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Choose one token a row.
+    """Choose one token for each row of logits, by inverse transform sampling.
 
     Args:
         logits: scores without padding of the vocabulary.
@@ -43,18 +44,19 @@ def sample(
     total = prob.cumsum(-1)  # [B, V]
     last = total[:, -1:]
     # Inverse transform: the first token whose cumulative probability exceeds draw * total. The
-    # product must stay below the total after rounding, or a token of probability 0 is found.
-    reached = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
-    chosen = torch.searchsorted(total, reached, right=True).squeeze(-1)
+    # product must stay below the total after rounding, or the search ends at a token of
+    # probability 0.
+    threshold = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
+    chosen = torch.searchsorted(total, threshold, right=True).squeeze(-1)
     return chosen.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
 
 
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
     """Divide logits by the temperature and set cut-off tokens to -inf, in float32 or wider.
 
-    Top-k comes first, top-p next. Tokens that tie with the k-th all stay. Under top-p a token
-    stays if the probability of those before it is not above ``top_p``; the likeliest always
-    stays. Min-p comes last.
+    Top-k comes first, then top-p, then min-p. Top-k keeps all tokens that tie with the k-th.
+    Top-p keeps a token if the likelier tokens together have at most the probability ``top_p``;
+    the likeliest token is always kept.
 
     Raises:
         ValueError: if ``top_k`` exceeds V.
@@ -67,7 +69,7 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
     # Penalties near 0 make scores infinite, whose softmax is NaN.
     scores = scores.clamp(max=torch.finfo(scores.dtype).max)
     if sampling.temperature != 1:
-        # Subtract the maximum first: over a temperature near 0 it would become infinite.
+        # Subtract the maximum first: divided by a temperature near 0 it would be infinite.
         temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if sampling.top_k:
@@ -77,15 +79,16 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
             )
         smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, -torch.inf)
-    if sampling.top_p:  # of the probability that top-k left
+    if sampling.top_p:  # of the probability of the tokens that top-k kept
         ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+        # Probability of all likelier tokens: the cumulative sum, shifted by one token.
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0
-        left_out = torch.zeros_like(scores, dtype=torch.bool)
-        left_out = left_out.scatter(-1, ids, before > sampling.top_p)
-        scores = scores.masked_fill(left_out, -torch.inf)
+        is_cut = torch.zeros_like(scores, dtype=torch.bool)
+        is_cut = is_cut.scatter(-1, ids, before > sampling.top_p)  # back to vocabulary order
+        scores = scores.masked_fill(is_cut, -torch.inf)
     if sampling.min_p:
-        # p >= share of the largest p, as logarithms; ties with the bound stay.
+        # p >= min_p * largest p, in logarithms; a token exactly at the bound is kept.
         lowest = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     return scores
@@ -100,11 +103,10 @@ def choose(
 
     Args:
         logits: scores without padding of the vocabulary.
-        sequences: one a row.
-        offsets: number of proposals before each row. Random numbers are then drawn ahead and
-            not
-            consumed, see ``RunningSequence.draw_ahead``. None: each row is its text's next
-            token, and its random number is consumed.
+        sequences: text of each row.
+        offsets: number of proposed tokens before each row. Random numbers are then drawn ahead
+            and not consumed, see ``RunningSequence.draw_ahead``. None: each row is the next
+            token of its text, and its random number is consumed.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
@@ -166,10 +168,10 @@ def penalized(
     """Return a copy of one row's logits after penalties and rules.
 
     Args:
-        logits: of the model.
+        logits: logits of the model.
         prompt: token ids before the text.
         written: token ids of the text.
-        sampling: has the penalties.
+        sampling: penalties.
         rules: bias, forbidden successors and forbidden ends.
 
     Reference:
@@ -179,15 +181,16 @@ def penalized(
     if sampling.repetition_penalty != 1 and (seen := sorted({*prompt, *written})):
         ids = on_device(seen, logits.device)
         old, penalty = scores[ids], sampling.repetition_penalty
+        # Dividing a negative logit would raise it, so that case multiplies.
         scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and written:
         counts = Counter(written)
-        loss = [
+        reductions = [
             sampling.presence_penalty + sampling.frequency_penalty * count
             for count in counts.values()
         ]
         ids = on_device(list(counts), logits.device)
-        scores[ids] -= on_device(loss, logits.device, scores.dtype)
+        scores[ids] -= on_device(reductions, logits.device, scores.dtype)
     if rules.bias:
         tokens, values = zip(*rules.bias, strict=True)
         ids = on_device(tokens, logits.device)
@@ -211,7 +214,7 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
 
 
 def top_tokens(top: Float[Tensor, "2 B k"]) -> list[Top]:
-    """Return the result of ``top_log_probs`` as Python numbers; waits for the device."""
+    """Copy the result of ``top_log_probs`` to the host, as ids and numbers of each row."""
     rows = zip(top[0].long().tolist(), top[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
 
@@ -219,23 +222,22 @@ def top_tokens(top: Float[Tensor, "2 B k"]) -> list[Top]:
 def score_prompt(
     model: LanguageModel, sequence: RunningSequence, begin: int, hidden: Float[Tensor, "S 1 D"]
 ) -> None:
-    """Compute the log probabilities of the prompt's tokens that follow a chunk's tokens.
+    """Score a chunk of a prompt: the log probability of the token after each chunk token.
 
-    Writes them to ``sequence``. All-gathers the vocabulary over ``tp``, all-reduces over
+    Writes the scores to ``sequence``. All-gathers the vocabulary over ``tp``, all-reduces over
     ``pp``. A chunk that is computed again after a preemption gets the same scores.
 
     Args:
-        model: of the engine.
-        sequence: has the prompt, and how many likeliest tokens to keep at each position.
+        model: model of the engine.
+        sequence: text with the prompt, and the number of likeliest tokens to record.
         begin: position of the chunk's first token.
-        hidden: of the chunk's tokens.
+        hidden: hidden states of the chunk's tokens.
     """
     prompt, num_top = sequence.prompt, sequence.request.scores.num_top
     end = min(begin + len(hidden), len(prompt) - 1)
-    # A few rows at a time: the logits of a prompt are one number for each token and each entry
-    # of the vocabulary.
-    for first in range(begin, end, _ROWS):
-        last = min(first + _ROWS, end)
+    # A few rows at a time: all logits of a prompt would be [S, V] numbers.
+    for first in range(begin, end, _SCORED_ROWS):
+        last = min(first + _SCORED_ROWS, end)
         logits = last_stage_logits(model, hidden[first - begin : last - begin])
         following = on_device(prompt[first + 1 : last + 1], logits.device)
         log_probs = from_last_stage(token_log_probs(logits, following), model.pp)

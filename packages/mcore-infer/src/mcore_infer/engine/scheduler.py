@@ -2,9 +2,9 @@
 
 A step has at most ``max_tokens`` tokens. Requests that write come first with one token each, so
 that a long prompt never delays them; prompts fill the rest, cut into chunks if they do not fit.
-When pages run out, the request that arrived last is preempted: its pages are released and it is
-recomputed later. The oldest request always continues, so all requests end. Plans depend only on
-earlier calls, so all ranks make equal plans.
+When pages run out, the request that arrived last is preempted: its pages are released, and its
+tokens are computed again later. The oldest request always continues, so all requests end. Plans
+depend only on earlier calls, so all ranks make equal plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,15 @@ class Chunk:
     begin: int
     """Position of the first token."""
     tokens: tuple[int, ...]
-    """Token ids to run through the model. ``(-1,)``: the token that the step in flight
-    chooses."""
+    """Token ids to run through the model. ``(-1,)``: the token that the previous step, still
+    in flight, chooses."""
     pages: tuple[int, ...]
-    """Pages of the request up to the last of these tokens; -1: a page outside every attention
+    """Pages of the request up to the last of ``tokens``; -1: a page outside every attention
     window, which has been released."""
     wants_token: bool
-    """Whether the step chooses the token after the last one."""
+    """Whether the step chooses the token that follows ``tokens``."""
     num_drafts: int = 0
-    """Proposals at the end of ``tokens``; the step also chooses the token before each."""
+    """Proposals at the end of ``tokens``; the step also chooses a token in place of each."""
     adapter: int = -1
     """Number of the request's adapter; -1: none."""
 
@@ -60,14 +60,14 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that waits or runs: its tokens, its pages, and how many tokens are computed."""
+    """A waiting or running request: tokens, pages, and the number of computed tokens."""
 
     id: int
     tokens: list[int]
     shares_prefix: bool
-    order: int  # by arrival
+    order: int  # number of earlier arrivals
     keys: list[Key]  # the adapter's first key, then the key of each complete page
-    most_pages: int  # pages of its longest possible text
+    most_pages: int  # pages of the request's longest possible text
     adapter: int
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -87,7 +87,7 @@ class Scheduler:
     Attributes:
         config: limits.
         pool: pages of the cache.
-        window: the widest attention window of any layer; -1: some layer sees all tokens.
+        window: the widest attention window of any layer; -1: some layer attends to all tokens.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, *, window: int = -1) -> None:
@@ -97,8 +97,7 @@ class Scheduler:
             config: limits.
             pool: pages of the cache, all free.
             window: the widest attention window of the model's layers. Pages before the window
-                are
-                released while a request runs. -1: some layer sees all tokens.
+                are released while a request runs. -1: some layer attends to all tokens.
         """
         self.config, self.pool, self.window = config, pool, window
         self._waiting: list[_Request] = []  # by order of arrival
@@ -110,12 +109,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages."""
+        """Number of requests with pages."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to start, or were preempted."""
+        """Number of requests that wait to start, or were preempted."""
         return len(self._waiting)
 
     def add(
@@ -132,17 +131,17 @@ class Scheduler:
         Args:
             request: a number that no waiting or running request has.
             prompt: token ids, at least one.
-            max_new_tokens: most tokens to write; 0: the request ends once its prompt is read.
-            shares_prefix: whether it may use pages that other requests computed; False if
-                log probabilities of its prompt are requested.
-            adapter: number of the adapter that computes it; -1: none. Requests of different
-                adapters share no pages.
+            max_new_tokens: limit of tokens to write; 0: the request ends after its prompt.
+            shares_prefix: whether the request may use pages that other requests computed; False
+                if log probabilities of its prompt are requested.
+            adapter: number of the request's adapter; -1: none. Requests of different adapters
+                share no pages.
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
         self.check(prompt, max_new_tokens)
         keys, order = [FIRST_KEY], self._num_arrived
-        if adapter >= 0:
+        if adapter >= 0:  # an adapter's keys and values differ: give its prefixes other keys
             keys = [next_key(FIRST_KEY, [adapter])]
         most_pages = self._num_pages(_most_computed(prompt, max_new_tokens))
         new = _Request(request, list(prompt), shares_prefix, order, keys, most_pages, adapter)
@@ -159,15 +158,15 @@ class Scheduler:
             raise ValueError(
                 f"the maximum context length was exceeded: {len(prompt)} tokens of prompt and "
                 f"{max_new_tokens} to write are more than --inference-max-seq-length {limit}. "
-                "Shorten the prompt or write fewer."
+                "Shorten the prompt or write fewer tokens."
             )
         computed = _most_computed(prompt, max_new_tokens)
         if self._num_pages(computed) > self.pool.num_pages:
-            room = self.pool.num_pages * self.pool.page_tokens
+            cache_tokens = self.pool.num_pages * self.pool.page_tokens
             raise ValueError(
                 f"{len(prompt)} tokens of prompt and {max_new_tokens} to write do not fit into "
-                f"the cache, which holds {room}: give it more memory by "
-                "--inference-dynamic-batching-buffer-size-gb, or write fewer."
+                f"the cache of {cache_tokens} tokens: raise "
+                "--inference-dynamic-batching-buffer-size-gb, or write fewer tokens."
             )
         if not self.config.chunked_prefill and computed > self.config.max_tokens:
             raise ValueError(
@@ -187,8 +186,8 @@ class Scheduler:
         A request whose tokens are in flight is left out until ``complete``.
 
         Args:
-            drafts: proposed next tokens of requests that are ``writing``. As many are used as
-                fit into the step, after one token of each request, and into free pages.
+            drafts: proposed next tokens of requests that are ``writing``. The step uses the
+                proposals that fit after one token of each request, and into free pages.
         """
         if self._is_stale and not self._start_over():
             return None
@@ -229,11 +228,12 @@ class Scheduler:
         return Step(tuple(chunks.values()))
 
     def plan_ahead(self, step: Step) -> Step | None:
-        """Return the step after one whose chosen tokens are still on the device.
+        """Plan the next step before the tokens that ``step`` chooses are on the host.
 
         Returns:
             A step of the same requests, one token each, with -1 in place of the token; to be
-            completed after ``step``. None if the next plan could be another one.
+            completed after ``step``. None if the next plan could be a different one, because a
+            request may start, or a page may be missing.
         """
         requests = [self._requests[chunk.request] for chunk in step.chunks]
         if self._is_stale:
@@ -273,14 +273,15 @@ class Scheduler:
         """Record the results of a step.
 
         Args:
-            step: what ``plan`` returned.
-            new_tokens: by request, the accepted proposals and the token after them; for every
-                chunk with ``wants_token`` whose request has not been ended.
+            step: a step of ``plan`` or ``plan_ahead``.
+            new_tokens: by request, the accepted proposals and the chosen token after them; for
+                every chunk with ``wants_token`` whose request has not been ended.
         """
         for chunk in step.chunks:
             request = self._requests[chunk.request]
             request.num_computed += len(chunk.tokens)
-            # Keys of rejected proposals are overwritten by the next step.
+            # Of 1 + num_drafts tokens, as many are valid as were chosen. The next step
+            # overwrites the keys of rejected proposals.
             if chunk.num_drafts and not request.is_over:
                 request.num_computed -= 1 + chunk.num_drafts - len(new_tokens[chunk.request])
             request.num_in_flight -= len(chunk.tokens)
@@ -302,14 +303,15 @@ class Scheduler:
             self._drop(ending)
 
     def recompute(self) -> None:
-        """Release all pages before the next plan, so that every request is computed again.
+        """Release all pages before the next plan, so that all tokens are computed again.
 
-        Requests keep their tokens. Takes effect once the steps in flight are complete.
+        Requests keep their tokens. Takes effect once the steps in flight are complete. Used
+        after the weights have changed.
         """
         self._is_stale = True
 
     def _start_over(self) -> bool:
-        """Preempt all requests and withdraw prefixes; return False if a step is in flight."""
+        """Preempt all requests and unpublish prefixes; return False if a step is in flight."""
         if any(request.num_in_flight for request in self._running):
             return False
         for request in list(self._running):
@@ -320,11 +322,11 @@ class Scheduler:
 
     def has(self, request: int) -> bool:
         """Whether a request waits or runs."""
-        known = self._requests.get(request)
-        return known is not None and not known.is_over
+        queued = self._requests.get(request)
+        return queued is not None and not queued.is_over
 
     def _share(self, request: _Request, budget: int) -> int:
-        """Return how many tokens of a request fit into the rest of a step."""
+        """Return the number of a request's tokens that fit into the rest of a step."""
         if request.num_in_flight or request.is_over:
             return 0
         if request.num_left <= budget:
@@ -332,12 +334,15 @@ class Scheduler:
         return budget if self.config.chunked_prefill else 0
 
     def _begin(self, request: _Request, budget: int) -> int:
-        """Allocate the first pages of a waiting request; return how many tokens it computes."""
+        """Allocate the first pages of a waiting request; return its number of tokens.
+
+        0: the request cannot start in this step.
+        """
         if not budget:
             return 0
         page_tokens = self.pool.page_tokens
         if self.config.prefix_cache and request.shares_prefix:
-            # The last token is always computed: the next one is chosen from its logits.
+            # The last token is never shared: its logits are needed to choose the next token.
             keys = self._keys(request)[: (len(request.tokens) - 1) // page_tokens]
             request.pages = self.pool.share_prefix(keys)
             request.num_published = len(request.pages)
@@ -357,16 +362,16 @@ class Scheduler:
         if not (self._waiting and self._slots):
             return False
         first, budget = self._waiting[0], self.config.max_tokens - len(self._running)
-        fewest = 1  # a new page; all others may be shared
+        min_new_pages = 1  # all other pages may be shared
         if not (self.config.prefix_cache and first.shares_prefix):
-            fewest = self._num_pages(self._share(first, budget))
-        return fewest + self._num_growing() <= self.pool.num_free
+            min_new_pages = self._num_pages(self._share(first, budget))
+        return min_new_pages + self._num_growing() <= self.pool.num_free
 
     def _num_growing(self) -> int:
         """Count running requests that may need a further page.
 
-        One free page for each is kept when a request starts; otherwise the new request would
-        be preempted immediately.
+        When a request starts, one free page is reserved for each of them; otherwise the new
+        request could be preempted immediately.
         """
         return sum(len(request.pages) < request.most_pages for request in self._running)
 
@@ -374,7 +379,7 @@ class Scheduler:
         """Allocate pages for a request's next tokens, preempting younger requests if needed.
 
         Returns:
-            False if the request itself was preempted, or waits for one in flight.
+            False if the request itself was preempted, or waits for a younger one in flight.
         """
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
         while self.pool.num_free < needed:
@@ -383,7 +388,7 @@ class Scheduler:
             later = [r for r in self._running if r.order >= request.order]
             idle = [r for r in later if not r.num_in_flight and r.id not in chunks]
             if idle == [request] and len(later) > 1:
-                return False  # all younger requests are in flight; one is preempted next time
+                return False  # all younger requests are in flight: preempt one in a later plan
             self._preempt(idle[-1])
             if idle[-1] is request:
                 return False
@@ -413,7 +418,8 @@ class Scheduler:
 
     def _fitting(self, request: _Request, drafts: Sequence[int]) -> Sequence[int]:
         """Allocate pages for proposals; return the proposals that fit without preemption."""
-        # Tokens that fit: all free pages and the request's, less computed tokens and the last.
+        # Room for proposals: tokens of free pages and of the request's pages, less the computed
+        # tokens and the last token of the text.
         free = self.pool.num_free + len(request.pages)
         drafts = drafts[: free * self.pool.page_tokens - request.num_computed - 1]
         missing = self._num_pages(request.num_computed + 1 + len(drafts)) - len(request.pages)
@@ -434,7 +440,7 @@ class Scheduler:
         )
 
     def _publish(self, request: _Request) -> None:
-        """Publish the pages that have become complete."""
+        """Publish the pages of a request that have become complete."""
         if not self.config.prefix_cache:
             return
         complete = request.num_computed // self.pool.page_tokens
@@ -446,12 +452,13 @@ class Scheduler:
         """Return the keys of a request's complete pages, computing the missing ones."""
         size = self.pool.page_tokens
         keys = request.keys
+        # keys[0] is the key before the first page, so len(keys) - 1 pages have keys.
         for begin in range((len(keys) - 1) * size, len(request.tokens) - size + 1, size):
             keys.append(next_key(keys[-1], request.tokens[begin : begin + size]))
         return keys[1:]
 
     def _leave_window(self, request: _Request) -> None:
-        """Replace the pages that no later token attends to by -1, and release them."""
+        """Release the pages that no later token attends to, and replace their numbers by -1."""
         if self.window < 0:
             return
         num_out = max(0, request.num_computed - self.window) // self.pool.page_tokens
@@ -463,5 +470,5 @@ class Scheduler:
 
 
 def _most_computed(prompt: Sequence[int], max_new_tokens: int) -> int:
-    """Return the most tokens that run through the model; the last new token does not."""
+    """Return the largest number of tokens to compute; the last new token is only chosen."""
     return len(prompt) + max(0, max_new_tokens - 1)

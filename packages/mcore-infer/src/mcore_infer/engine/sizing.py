@@ -1,6 +1,6 @@
-"""Sizes an engine's cache: as many pages as fit into the free memory.
+"""Sizes an engine's cache: the number of pages that fit into the free memory.
 
-The cache may be smaller than all requests need together: the scheduler then lets requests wait.
+If the cache is smaller than all requests need together, the scheduler lets requests wait.
 """
 
 import torch
@@ -16,10 +16,11 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _GPU_SHARE = 0.9
-"""Used share of a GPU's free memory; the rest is for workspaces, fragments and other
-processes."""
+"""Share of a GPU's free memory that the cache may use; the rest is for workspaces,
+fragmentation and other processes."""
 _LARGEST_STEPS = 2
-"""Largest steps to keep memory for: one without a graph, and the graphs' memory pool."""
+"""Number of largest steps whose memory is reserved: one step without a graph, and the memory
+pool of the graphs."""
 _CPU_BYTES = 2 << 30
 
 
@@ -29,7 +30,7 @@ def fitting_pages(
     draft: LanguageModel | None = None,
     replicas: Axis = SINGLE,
 ) -> int:
-    """Return the number of pages that fit, at most as many as all requests need.
+    """Return the number of pages that fit into memory, at most as many as all requests need.
 
     Runs the model on one token to measure a page. Without ``cache_bytes`` on a GPU it also runs
     the largest step and resets torch's peak of that GPU's memory. All-reduces over ``tp``,
@@ -46,20 +47,22 @@ def fitting_pages(
     """
     page_bytes, slot_bytes = measured_bytes(model, config.page_tokens, config.fp8_cache)
     if config.num_speculative_tokens and config.speculative_drafts == "mtp":
-        wide, _ = measured_bytes(model, config.page_tokens)
-        page_bytes += wide // model.config.num_layers + 1  # of the prediction layer
+        # The prediction layer has a cache in the model's dtype, of the size of one layer.
+        unquantized_bytes, _ = measured_bytes(model, config.page_tokens)
+        page_bytes += unquantized_bytes // model.config.num_layers + 1
     if draft is not None:
         page_bytes += measured_bytes(draft, config.page_tokens)[0]
-    states_bytes = (config.max_requests + 1) * slot_bytes  # one is for padding
+    # One page and one slot more than requests use are for the padding of a step.
+    states_bytes = (config.max_requests + 1) * slot_bytes
     memory = config.cache_bytes or _free_bytes(model, config)
-    num_pages = (memory - states_bytes) // page_bytes - 1  # one is for padding
+    num_pages = (memory - states_bytes) // page_bytes - 1
     if not config.cache_bytes:
         needed = config.max_requests * -(-config.max_sequence_tokens // config.page_tokens)
         num_pages = min(num_pages, needed)
-    fewest = torch.tensor(num_pages, device=next(model.parameters()).device)
+    min_pages = torch.tensor(num_pages, device=next(model.parameters()).device)
     for axis in (model.tp, model.pp, replicas):
-        fewest = all_reduce(fewest, axis, "min")
-    num_pages = int(fewest.item())
+        min_pages = all_reduce(min_pages, axis, "min")
+    num_pages = int(min_pages.item())
     if num_pages < 1:
         raise ValueError(
             f"a cache of {memory} bytes does not hold two pages of {page_bytes}"
@@ -77,8 +80,8 @@ def measured_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of a page and of a request's recurrent state on this rank, all layers.
 
-    A page of a model without attention takes 1. Runs the model on one token; communicates over
-    ``tp`` as the model does, and over ``pp``.
+    A page of a model without attention counts as 1 byte. Runs the model on one token;
+    communicates over ``tp`` as the model does, and over ``pp``.
     """
     cache = PagedCache(1, page_tokens, 1, fp8)
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
@@ -92,18 +95,18 @@ def measured_bytes(
 def largest_step(config: EngineConfig, positions: int) -> Step:
     """Return a step with the most requests and tokens, each at the end of the longest text.
 
-    All tokens are 0 and all pages the first.
+    All token ids are 0, and all requests use the first page only.
 
     Args:
         config: limits.
-        positions: of the model; 0: no limit.
+        positions: number of positions of the model; 0: no limit.
     """
     length = min(config.max_sequence_tokens, positions or config.max_sequence_tokens)
     pages = (0,) * -(-length // config.page_tokens)
-    chunks, left = [], config.max_tokens
-    for others in reversed(range(config.max_requests)):
-        count = min(length, left - others)  # a token for each of the others
-        left -= count
+    chunks, remaining = [], config.max_tokens
+    for num_others in reversed(range(config.max_requests)):
+        count = min(length, remaining - num_others)  # leave a token for each later request
+        remaining -= count
         chunks.append(Chunk(0, 0, length - count, (0,) * count, pages, wants_token=True))
     return Step(tuple(chunks))
 
@@ -125,10 +128,10 @@ def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
 
 
 def _free_bytes(model: LanguageModel, config: EngineConfig) -> int:
-    """Return the bytes for a cache of no given size: on a GPU, those that steps leave free."""
+    """Return the default size of a cache: on a GPU, a share of the memory that steps leave."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return _CPU_BYTES
-    kept = _LARGEST_STEPS * _step_bytes(model, config)
+    reserved = _LARGEST_STEPS * _step_bytes(model, config)
     torch.cuda.empty_cache()  # cached blocks count as free
-    return max(0, int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) - kept)
+    return max(0, int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) - reserved)

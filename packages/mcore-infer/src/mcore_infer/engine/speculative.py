@@ -1,11 +1,11 @@
 """Speculative decoding: proposes several tokens a step, without changing the text.
 
-A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
-position with the random number of that position, as without proposals, and accepts proposals up
-to the first that differs from its sample. The text, and its distribution, are therefore equal
-token for token whatever is proposed. A fixed proposal is accepted with the probability that the
-model gives to it, as in rejection sampling; a draft model samples with the same random numbers
-as the model, so that both agree where their logits are close.
+A drafter proposes the next tokens, and one forward scores all proposals. The engine samples
+each position with the random number of that position, as without proposals, and accepts
+proposals up to the first that differs from its sample. The text is therefore the same, token
+for token, for any proposals. A fixed proposal is accepted with the probability that the model
+gives to it, as in rejection sampling. A draft model samples with the same random numbers as the
+model, so that both agree where their logits are close.
 
 Reference:
     Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.
@@ -37,10 +37,10 @@ _LONGEST, _SHORTEST = 4, 2
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Counts of proposals so far."""
+    """Counts of an engine's proposals since its start."""
 
     steps: int = 0
-    """Verifications, one for each request and step with proposals."""
+    """Number of verifications: one for each request and step with proposals."""
     drafted: int = 0
     """Proposed tokens."""
     accepted: int = 0
@@ -52,17 +52,17 @@ class Drafter(Protocol):
     """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
     def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Return proposed tokens by request; -1 for tokens that ``filled`` computes later."""
+        """Return proposals by request, for the next plan; -1: ``filled`` computes the token."""
 
     def filled(self, step: Step, sequences: Mapping[int, RunningSequence], /) -> Step:
         """Return the planned step with every -1 replaced by a token."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
-        """Receive the hidden states of a step.
+        """Update the drafter's state after a step of the model.
 
         Args:
-            step: as returned by ``filled``.
-            hidden: of the step's tokens; the next step overwrites it.
+            step: result of ``filled``.
+            hidden: hidden states of the step's tokens; the next step overwrites them.
         """
 
     def forget(self, request: int) -> None:
@@ -70,7 +70,10 @@ class Drafter(Protocol):
 
 
 def num_drafts_for(sequence: RunningSequence, most: int) -> int:
-    """Return how many tokens to propose; 0 if penalties or a structure need the last token."""
+    """Return the number of tokens to propose for a text, at most ``most``.
+
+    0 if penalties or a structure make each choice depend on the previous token.
+    """
     if sequence.needs_last_token:
         return 0
     return max(0, min(most, sequence.num_tokens - len(sequence.ids) - 1))
@@ -84,27 +87,23 @@ class NgramDrafter:
     """
 
     def __init__(self, num_drafts: int) -> None:
-        """Start without a text.
-
-        Args:
-            num_drafts: most tokens to propose.
-        """
+        """Start without a text; propose at most ``num_drafts`` tokens a step."""
         self.num_drafts = num_drafts
         self._texts: dict[int, _Ngrams] = {}
 
     def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Look up the last tokens of each text in the text."""
+        """Look up the last tokens of each text among its earlier tokens."""
         proposals: dict[int, Sequence[int]] = {}
         for request, sequence in sequences.items():
             if most := num_drafts_for(sequence, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(sequence.prompt))
-                known = len(ngrams.tokens) - len(sequence.prompt)
-                ngrams.extend(sequence.ids[known:])
+                num_indexed = len(ngrams.tokens) - len(sequence.prompt)
+                ngrams.extend(sequence.ids[num_indexed:])
                 proposals[request] = ngrams.next(most)
         return proposals
 
     def filled(self, step: Step, _sequences: Mapping[int, RunningSequence], /) -> Step:
-        """Return the step: it has no placeholders."""
+        """Return the step unchanged, because it has no placeholders."""
         return step
 
     def follow(self, step: Step, hidden: Tensor) -> None:
@@ -116,7 +115,10 @@ class NgramDrafter:
 
 
 class _Ngrams:
-    """A text, and the last end of each of its n-grams before the text's end."""
+    """A text, and for each of its n-grams the position after its last occurrence.
+
+    The n-gram at the end of the text is not included, because no token follows it yet.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -140,7 +142,8 @@ class _Ngrams:
 class ModelDrafter:
     """Proposes the tokens of a smaller model, sampled with the same random numbers.
 
-    The draft model's cache has the same page numbers, so that one plan serves both models.
+    The draft model's cache uses the page numbers of the model's cache, so that one plan is
+    valid for both models.
     """
 
     def __init__(
@@ -155,11 +158,11 @@ class ModelDrafter:
         """Store the arguments; memory is allocated at first use.
 
         Args:
-            model: in eval mode, with the same vocabulary and ``tp``.
+            model: draft model in eval mode, with the same vocabulary and ``tp``.
             num_drafts: tokens to propose.
-            cache: as many pages as the model's.
-            max_requests: most requests of a step.
-            table_pages: most pages of a request.
+            cache: cache of the draft model, with as many pages as the model's cache.
+            max_requests: largest number of requests of a step.
+            table_pages: largest number of pages of a request.
         """
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
         self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
@@ -177,17 +180,17 @@ class ModelDrafter:
         texts = [sequences[chunk.request] for chunk in chunks]
         tokens = None
         proposals: list[Tensor] = []
-        for place in range(max(chunk.num_drafts for chunk in chunks)):
+        for offset in range(max(chunk.num_drafts for chunk in chunks)):
             # All texts continue to the longest proposal. Surplus tokens repeat the last
-            # position of their text and are cut off below.
-            single = Step(tuple(_single(chunk, place) for chunk in chunks))
+            # position of their text, and ``with_drafts`` cuts them off.
+            single = Step(tuple(_single(chunk, offset) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
-            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
+            tokens = choose_on_all_ranks(logits, texts, [offset] * len(texts), self.model)
             proposals.append(tokens)
         return with_drafts(step, chunks, torch.stack(proposals, 1).tolist())
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Run the draft model on the step, to fill its cache."""
+        """Run the draft model on the step's tokens, to fill the draft model's cache."""
         if all(chunk.is_writing for chunk in step.chunks):
             self.decoder.run(step)
             return
@@ -199,20 +202,20 @@ class ModelDrafter:
         """Do nothing: no state belongs to a request."""
 
 
-def _single(chunk: Chunk, place: int) -> Chunk:
-    """Return a chunk of one token: the text's last (``place`` 0), or proposal ``place``."""
-    place = min(place, chunk.num_drafts)
-    token = chunk.tokens[0] if not place else -1
-    return replace(chunk, begin=chunk.begin + place, tokens=(token,), num_drafts=0)
+def _single(chunk: Chunk, offset: int) -> Chunk:
+    """Return a chunk of one token: the text's last (``offset`` 0), or proposal ``offset``."""
+    offset = min(offset, chunk.num_drafts)
+    token = chunk.tokens[0] if not offset else -1
+    return replace(chunk, begin=chunk.begin + offset, tokens=(token,), num_drafts=0)
 
 
 def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[int]]) -> Step:
     """Return the step with computed proposals in place of the placeholders.
 
     Args:
-        step: may have chunks without proposals.
+        step: step whose chunks with proposals have placeholders.
         chunks: the chunks with proposals.
-        drafts: proposals of each, at least as many as its placeholders.
+        drafts: proposals of each of ``chunks``, at least as many as its placeholders.
     """
     filled = {
         chunk.request: replace(chunk, tokens=(chunk.tokens[0], *row[: chunk.num_drafts]))
@@ -224,23 +227,24 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
 class MTPDrafter:
     """Proposes tokens by the model's multi-token prediction layer; a ``Drafter``.
 
-    The layer joins the hidden state of a token with the next token's embedding and predicts the
-    token after that; its output then replaces the hidden state (DeepSeek-AI 2024,
-    arXiv:2412.19437, section 2.2). The first such layer is applied again for every proposal:
-    only its cache holds all earlier tokens. The cache has the model's page numbers. Prefixes
-    are not shared, because the hidden states of a shared prefix are not stored.
+    The layer combines the hidden state of a token with the next token's embedding and predicts
+    the second next token; for the following proposal, the layer's output replaces the hidden
+    state (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2). The first prediction layer computes
+    all proposals, because only its cache has all earlier tokens. The cache uses the model's
+    page numbers. Prefixes are not shared, because the hidden states of a shared prefix are not
+    stored.
     """
 
     def __init__(self, model: MTPLanguageModel, num_drafts: int, cache: PagedCache) -> None:
         """Store the arguments; memory is allocated at first use.
 
         Args:
-            model: of the engine, with a prediction layer.
+            model: model of the engine, with a prediction layer.
             num_drafts: tokens to propose.
-            cache: of the prediction layer; as many pages as the model's.
+            cache: cache of the prediction layer, with as many pages as the model's cache.
         """
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
-        # By request: the position of the first row, and hidden states of its last tokens.
+        # By request: hidden states of its last tokens, and the position of the first of them.
         self._last: dict[int, tuple[int, Float[Tensor, "L 1 D"]]] = {}
 
     def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
@@ -257,11 +261,13 @@ class MTPDrafter:
         hidden = torch.cat([self._before(chunk) for chunk in chunks])
         tokens = None
         proposals: list[Tensor] = []
-        for place in range(max(chunk.num_drafts for chunk in chunks)):
+        for offset in range(max(chunk.num_drafts for chunk in chunks)):
+            # The layer's row for a token has the position of the token before it. Surplus
+            # proposals repeat a position, and ``with_drafts`` cuts them off.
             single = [
                 replace(
                     chunk,
-                    begin=chunk.begin - 1 + min(place, chunk.num_drafts),
+                    begin=chunk.begin - 1 + min(offset, chunk.num_drafts),
                     tokens=chunk.tokens[:1],
                     num_drafts=0,
                 )
@@ -269,12 +275,14 @@ class MTPDrafter:
             ]
             hidden = self._run(single, hidden, tokens)
             logits = last_stage_logits(self.model, hidden)
-            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
+            tokens = choose_on_all_ranks(logits, texts, [offset] * len(texts), self.model)
             proposals.append(tokens)
         return with_drafts(step, chunks, torch.stack(proposals, 1).tolist())
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
         """Fill the layer's cache for every token whose successor is known."""
+        # Pair the hidden state at position p with the token at p + 1. The pair before a chunk's
+        # first token needs the stored hidden state of the previous step.
         shifted, rows, end = [], [], 0
         for chunk in step.chunks:
             part = hidden[end : end + len(chunk.tokens)]
@@ -285,9 +293,10 @@ class MTPDrafter:
             elif chunk.tokens[1:]:
                 shifted.append(replace(chunk, tokens=chunk.tokens[1:], num_drafts=0))
                 rows.append(part[:-1])
-            kept = 1 + chunk.num_drafts
-            first = chunk.begin + len(chunk.tokens) - kept
-            self._last[chunk.request] = first, part[-kept:].clone()
+            # The next step begins after the last accepted proposal, which is not known here.
+            num_stored = 1 + chunk.num_drafts
+            first = chunk.begin + len(chunk.tokens) - num_stored
+            self._last[chunk.request] = first, part[-num_stored:].clone()
         if shifted:
             self._run(shifted, torch.cat(rows), None)
 
@@ -311,13 +320,13 @@ class MTPDrafter:
 def build_drafter(
     model: LanguageModel, config: EngineConfig, draft: LanguageModel | None, table_pages: int
 ) -> Drafter | None:
-    """Return the drafter of an engine; None without speculative decoding.
+    """Build the drafter of an engine; return None without speculative decoding.
 
     Args:
-        model: of the engine.
-        config: of the engine.
-        draft: smaller model.
-        table_pages: most pages of a request.
+        model: model of the engine.
+        config: number and source of proposals, and sizes of the cache.
+        draft: draft model.
+        table_pages: largest number of pages of a request.
     """
     most = config.num_speculative_tokens
     if not most:

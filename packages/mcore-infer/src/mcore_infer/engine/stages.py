@@ -1,8 +1,8 @@
-"""Forwards through the stages of ``--pipeline-model-parallel-size``.
+"""Runs forwards through the stages of ``--pipeline-model-parallel-size``.
 
-All ranks of a pipeline make the same calls. Each stage sends the hidden state to the next, and
-the last stage sends its tokens and scores to all ranks. Each stage has the keys and values of
-its layers: the stages split the memory, and a step takes as long as on one rank.
+All ranks of a pipeline make the same calls. Each stage sends the hidden state to the next
+stage, and the last stage sends its tokens and scores to all ranks. Each stage has the keys and
+values of its layers: the stages split the memory, but a step takes as long as on one rank.
 """
 
 import torch
@@ -17,7 +17,7 @@ from mcore_parallel.pipeline_parallel.stages import Stage
 
 
 def own_stage(num_layers: int, pp: Axis) -> Stage | None:
-    """Return this rank's stage, layers divided evenly; None without pipeline parallelism.
+    """Return this rank's stage of evenly divided layers; None without pipeline parallelism.
 
     Raises:
         ValueError: if there are fewer layers than ranks.
@@ -69,7 +69,7 @@ def run_stages(
 def last_stage_logits(
     model: LanguageModel, hidden: Float[Tensor, "R 1 D"]
 ) -> Float[Tensor, "R V"]:
-    """Return the logits of the vocabulary; all-gathers them over ``tp``.
+    """Compute the logits of the vocabulary, and all-gather them over ``tp``.
 
     Stages before the last return zeros. They still choose tokens, so that all ranks consume the
     same random numbers; ``from_last_stage`` replaces those tokens.
@@ -81,7 +81,7 @@ def last_stage_logits(
 
 
 def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]:
-    """Return the last stage's tensor on all stages; all-reduces over ``pp``."""
+    """Return the last stage's tensor on all stages, by an all-reduce over ``pp``."""
     return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
 
 

@@ -1,4 +1,4 @@
-"""Plans of steps as tensors: tokens, positions, and the rows of their keys in the cache."""
+"""Converts plans of steps to tensors: tokens, positions, and rows of keys in the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ def on_device(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Return a tensor of the numbers on a device; the host does not wait for the copy.
+    """Copy numbers to a device as a tensor; the host does not wait for the copy.
 
-    A copy from memory that is not pinned would wait for all queued work of the device.
+    The copy starts in pinned memory: a copy from other memory would wait for all queued work of
+    the device.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     if device.type == "cuda":
@@ -36,10 +37,10 @@ class ChunkView:
     """One chunk's tokens within the step, and the pages of its request."""
 
     begin: int
-    """Index of its first token in the step."""
+    """Index of the chunk's first token in the step."""
     end: int
     first: int
-    """Position of that token in its request."""
+    """Position of the first token in its request."""
     pages: Int[Tensor, " P"]
     """Pages of the request, in order."""
     slot: int
@@ -52,29 +53,29 @@ class ChunkView:
 
 @dataclass(frozen=True, slots=True)
 class SingleTokens:
-    """All chunks of one token in a step; one kernel runs their attention."""
+    """All chunks of one token in a step, whose attention one kernel computes."""
 
     rows: Int[Tensor, " R"]
     """Indices of the tokens in the step."""
     tables: Int[Tensor, "R M"]
     """Pages of the tokens' requests, in order."""
     lengths: Int[Tensor, " R"]
-    """Keys of the requests, including the new ones."""
+    """Number of keys of each request, including the new key."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreshPrompts:
-    """Chunks that start their texts: their attention reads no cached keys."""
+    """Chunks that start their texts, so that their attention reads no cached keys."""
 
     rows: Int[Tensor, " T"]
     """Indices of the tokens in the step, chunk after chunk."""
     documents: Documents
-    """A document for each chunk."""
+    """Borders of the chunks, as documents of a packed sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step on the device."""
+    """A step on the device, with any numbers of tokens per request."""
 
     tokens: Int[Tensor, "1 T"]
     positions: Int[Tensor, " T"]
@@ -90,12 +91,12 @@ class StepTensors:
 
     @property
     def num_earlier(self) -> int:
-        """Earlier tokens of the request, if the step has one request; else 0."""
+        """Number of earlier tokens of the request, if the step has one request; else 0."""
         return self.chunks[0].first if len(self.chunks) == 1 else 0
 
 
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
-    """Copy a plan to the device as tensors; the host does not wait."""
+    """Copy a plan to the device as tensors, without waiting for the copies."""
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
     positions = [
         torch.arange(chunk.begin, chunk.begin + len(chunk.tokens)) for chunk in step.chunks
@@ -126,7 +127,7 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
 
 
 def rows_to_choose_after(step: Step) -> list[int]:
-    """Return the rows whose logits choose a token: a chunk's last, and those before drafts."""
+    """Return the rows whose logits choose a token: last rows of chunks, and before drafts."""
     ends = accumulate(len(chunk.tokens) for chunk in step.chunks)
     return [
         row
@@ -149,7 +150,7 @@ def _singles(
     # Multiples of _TABLE_STEP, so that the kernel is compiled for few widths.
     width = -(-max(len(chunk.pages) for _, chunk in alone) // _TABLE_STEP) * _TABLE_STEP
     pages = [
-        # -1 marks a page outside every window, which no kernel reads: any valid page will do.
+        # -1 is a page outside every window, which no kernel reads: replace it by a valid page.
         max(0, page)
         for _, chunk in alone
         for page in (*chunk.pages, *[0] * (width - len(chunk.pages)))
@@ -174,10 +175,11 @@ class KeyExtent:
     """Memory layout of a decoding step's keys, for attention in plain torch on a CPU.
 
     Attributes:
-        longest: keys of the longest row.
-        is_even: whether all rows have as many keys.
+        longest: number of keys of the longest row.
+        is_even: whether all rows have the same number of keys.
         is_in_a_row: whether the pages of all rows are consecutive in memory.
-        is_mostly_padding: whether padding to the longest row makes four times the keys or more.
+        is_mostly_padding: whether padding to the longest row multiplies the number of keys by
+            four or more.
     """
 
     def __init__(self, tables: Int[Tensor, "R W"], lengths: Int[Tensor, " R"]) -> None:
@@ -204,7 +206,7 @@ class KeyExtent:
         )
 
     def gather(self, memory: Shaped[Tensor, "P Z G _"]) -> Shaped[Tensor, "K R G _"]:
-        """Return all rows up to the longest: a view if their pages are in a row, or a copy."""
+        """Return all rows up to the longest: a view if pages are consecutive, else a copy."""
         if self.is_in_a_row:
             return self.view(memory)
         # [R, W, Z, G, H] -> [K, R, G, H]
@@ -224,14 +226,14 @@ class KeyExtent:
 class DecodeTensors:
     """A step of one token a row, padded to a fixed number of rows, in memory that is reused.
 
-    Each proposal has a row, with the pages of its request. Rows without a request read and
-    write the padding page and slot.
+    Each proposal has a row with the pages of its request. Rows without a request read and write
+    the padding page and slot.
 
     Attributes:
         tokens: ``[1, R]``.
         positions: ``[R]``.
         places: ``[R]``, see ``StepTensors``.
-        lengths: keys of each row's request, including the new one, ``[R]``.
+        lengths: number of keys of each row's request, including the new key, ``[R]``.
         slots: slot of each row's request, ``[R]``.
         have_drafts: whether several rows may belong to one request.
         tables: pages of each row's request, in order, ``[R, M]``.
@@ -246,10 +248,10 @@ class DecodeTensors:
 
         Args:
             num_rows: R.
-            num_pages: M, most pages of a request.
-            device: where the model is.
-            num_drafts: most proposals of a request; the copies of as many further steps may be
-                in flight.
+            num_pages: M, largest number of pages of a request.
+            device: device of the model.
+            num_drafts: largest number of proposals of a request; the copies of as many further
+                steps may be in flight.
         """
         self.have_drafts, self.is_recorded = num_drafts > 0, False
         self.num_earlier = 0
@@ -258,7 +260,8 @@ class DecodeTensors:
         # The host fills one copy while earlier ones are still being transferred.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
-        # A copy on a CPU too: a mirror compares new page tables with its earlier contents.
+        # Also on a CPU these tensors are a copy, because a mirror compares new page tables with
+        # its own earlier contents.
         self._device = self._mirrors[0].memory.to(device, copy=True)
         rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
         self.tokens, self.positions, self.places, self.lengths, self.slots = (
@@ -279,7 +282,7 @@ class DecodeTensors:
         The host waits only if every host copy is still being transferred.
 
         Args:
-            step: each token of its chunks takes a row.
+            step: plan in which each token of a chunk takes a row.
             page_tokens: tokens in a page.
             padding: page and slot of rows without a request.
             tokens: token of each row, ``[R]``, on the device; None: the step's tokens.
@@ -287,7 +290,7 @@ class DecodeTensors:
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
         self._extent, self._has_adapters = None, _has_adapters(step)
-        self._mirrors.append(self._mirrors.pop(0))  # the copy that was sent longest ago
+        self._mirrors.append(self._mirrors.pop(0))  # the mirror sent longest ago
         self._mirrors[0].fill(step, page_tokens, *padding)
         self._mirrors[0].send(self._device)
         if tokens is not None:
@@ -295,12 +298,12 @@ class DecodeTensors:
 
     @property
     def adapters(self) -> Int[Tensor, " R"] | None:
-        """Number of each row's adapter, -1 for none; None: no row of this one step has one."""
+        """Number of each row's adapter, -1: none; None: no row of this step has an adapter."""
         return self._adapters if self.is_recorded or self._has_adapters else None
 
     @property
     def seen_tables(self) -> Int[Tensor, "R W"]:
-        """The page tables; only the columns that the step uses, unless it is recorded."""
+        """Page tables, cut to the columns that the step uses unless the step is recorded."""
         return self.tables if self.is_recorded else self.tables[:, : self._most_pages]
 
     @property
@@ -312,7 +315,7 @@ class DecodeTensors:
 
 
 class _Mirror:
-    """A step in host memory, in the layout of ``DecodeTensors``."""
+    """A step in (pinned) host memory, in the layout of ``DecodeTensors``."""
 
     def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
         self.memory = torch.zeros(
@@ -320,7 +323,7 @@ class _Mirror:
         )
         rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
         self.rows, self.tables = rows.numpy(), tables.numpy()
-        self.pages: list[tuple[int, ...]] = [()] * num_rows  # what ``tables`` has now
+        self.pages: list[tuple[int, ...]] = [()] * num_rows  # current contents of ``tables``
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, device_memory: Tensor) -> None:
@@ -330,7 +333,7 @@ class _Mirror:
             self._sent.record()
 
     def fill(self, step: Step, page_tokens: int, padding_page: int, padding_slot: int) -> None:
-        """Write a step; of the page tables, only the rows that changed."""
+        """Write a step, but of the page tables only the rows that changed."""
         if self._sent is not None:
             self._sent.synchronize()
         rows = [
@@ -354,17 +357,16 @@ class _Mirror:
         self.rows[:, num_used:] = [[number] for number in padding]
         spans = [(len(chunk.tokens), chunk.pages) for chunk in step.chunks]
         # Page tables are most of the numbers and change once in page_tokens steps. The
-        # scheduler passes the same tuple while nothing changes, so that identity is checked
-        # first.
+        # scheduler passes the same tuple while nothing changes, so identity is compared first.
         # Rows of padding have a table of the padding page.
         end = 0
         for count, pages in [*spans, (len(self.pages) - num_used, (padding_page,))]:
             begin, end = end, end + count
-            written = self.pages[begin:end]
-            if any(old is not pages and old != pages for old in written):
+            current = self.pages[begin:end]
+            if any(old is not pages and old != pages for old in current):
                 self.pages[begin:end] = [pages] * count
-                # -1 marks a page outside every window, which no kernel reads: any valid page
-                # will do.
+                # -1 is a page outside every window, which no kernel reads: write a valid page
+                # instead.
                 self.tables[begin:end, : len(pages)] = [max(0, page) for page in pages]
 
 

@@ -1,1 +1,1 @@
-"""Perplexity of texts, and zero-shot tasks."""
+"""Evaluation of models: perplexity of texts, WikiText-103, LAMBADA, lm-evaluation-harness."""

@@ -1,7 +1,7 @@
-"""Log probability of continuations, and whether greedy decoding would write them.
+"""Scores continuations: log probability, and whether greedy decoding writes them.
 
-LAMBADA and multiple-choice tasks need both: the log probability of the last tokens of a row
-given the earlier ones, and whether each of them is the likeliest.
+LAMBADA and multiple-choice tasks need both numbers for the last tokens of a row, given the
+earlier tokens of the row.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _MOST_TARGETS = 512
-"""Most rows of logits to compute at once."""
+"""Most rows of logits to compute at once, because a row has one number per vocabulary entry."""
 
 
 class Continuation(NamedTuple):
-    """A row of tokens, the last of which are the continuation."""
+    """A row of tokens: context, then the continuation to score."""
 
     ids: Sequence[int]
     """Context and continuation; the first token is always context."""
@@ -33,15 +33,15 @@ class Judgement(NamedTuple):
     """A model's score of a continuation."""
 
     log_prob: float
-    """Log probability of all its tokens, in nats."""
+    """Sum of the log probabilities of the continuation's tokens, in nats."""
     is_greedy: bool
-    """Whether each token is the likeliest at its position."""
+    """Whether each of these tokens is the likeliest at its position."""
 
 
 def judge(
     model: LanguageModel, rows: Sequence[Continuation], *, batch: int = 8, axis: Axis = SINGLE
 ) -> list[Judgement]:
-    """Score continuations, each in its context.
+    """Score each continuation after its context.
 
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
@@ -49,7 +49,7 @@ def judge(
         model: in eval mode.
         rows: at least one token of context and one target each.
         batch: rows in one forward pass.
-        axis: data ranks that share the work; each gets all rows.
+        axis: data ranks that share the work; each rank passes all rows.
 
     Raises:
         ValueError: if the model is in training mode, or a row has no context or no target.
@@ -59,20 +59,21 @@ def judge(
         if not 1 <= row.num_targets < len(row.ids):
             raise ValueError(
                 f"a row of {len(row.ids)} tokens cannot have {row.num_targets} targets: it "
-                "needs at least one token of each, context and target."
+                "needs at least one token of context and one target."
             )
     device = next(model.parameters()).device
     scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
-    # Longest first: little padding in a batch, and rows too large for memory fail at once.
+    # Longest first: batches have little padding, and rows too large for memory fail at once.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     for first in range(0, len(rows), batch * axis.size):
-        # All ranks run equally many forwards: experts communicate across them.
+        # All ranks run the same number of forwards with equal shapes, because experts may
+        # communicate over the data ranks.
         begin = first + batch * axis.rank
-        mine = order[begin : begin + batch]
+        local_rows = order[begin : begin + batch]
         shape = (batch, len(rows[order[first]].ids) - 1)
-        if mine:
-            index = torch.tensor(mine, device=device)
-            scores[index] = _judged(model, [rows[i] for i in mine], shape)
+        if local_rows:
+            index = torch.tensor(local_rows, device=device)
+            scores[index] = _judged(model, [rows[i] for i in local_rows], shape)
         else:
             _judged(model, [], shape)
     totals = all_reduce(scores, axis).tolist()
@@ -82,7 +83,10 @@ def judge(
 def _judged(
     model: LanguageModel, rows: Sequence[Continuation], shape: tuple[int, int]
 ) -> Tensor:
-    """Return log probability and whether greedy, ``[rows, 2]``; short rows are padded."""
+    """Score one batch; return log probability and 1.0 if greedy, ``[rows, 2]``.
+
+    Rows are padded to ``shape``.
+    """
     device = next(model.parameters()).device
     tokens = torch.zeros(shape, dtype=torch.int64)
     targets = []  # row, position and token of each target
@@ -98,15 +102,17 @@ def _judged(
         log_probs, hits = [], []
         index = torch.tensor(targets, dtype=torch.int64, device=device).view(-1, 3)
         for part in index.split(_MOST_TARGETS):
+            # Compute logits of targets only: [S, B, D] -> [T, 1, D].
             logits = last_stage_logits(model, hidden[part[:, 1], part[:, 0]].unsqueeze(1))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             chosen = logits.log_softmax(-1).gather(1, part[:, 2:])[:, 0]
             log_probs.append(chosen.double())
             hits.append((logits.argmax(-1) == part[:, 2]).double())
-        out = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
-        out[:, 1] = 1
-        owner = index[:, 0]
+        scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
+        scores[:, 1] = 1
+        row_of_target = index[:, 0]
         if targets:
-            out[:, 0].index_add_(0, owner, torch.cat(log_probs))
-            out[:, 1].scatter_reduce_(0, owner, torch.cat(hits), "amin")
-        return from_last_stage(out, model.pp)
+            scores[:, 0].index_add_(0, row_of_target, torch.cat(log_probs))
+            # A row is greedy if all its targets are: the minimum of their hits.
+            scores[:, 1].scatter_reduce_(0, row_of_target, torch.cat(hits), "amin")
+        return from_last_stage(scores, model.pp)

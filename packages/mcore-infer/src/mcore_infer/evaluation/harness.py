@@ -4,8 +4,8 @@ r"""Runs lm-evaluation-harness on mcore models, in one process.
         --model_args load=runs/tiny --tasks hellaswag
 
 The arguments are those of ``lm_eval``, which cannot find models of other packages. Texts are
-tokenized as by its ``hf`` model, so scores can be compared. Under torchrun all ranks run it:
-tensor ranks split the model, data ranks the rows.
+tokenized as by the harness' ``hf`` model, so that scores can be compared. Under torchrun all
+ranks run the harness: tensor ranks split the model, data ranks the rows.
 """
 
 import os
@@ -26,7 +26,11 @@ NAME = "mcore"
 
 
 def adapter_class() -> type:
-    """Return the model class for the harness; its arguments are those of ``Requests``."""
+    """Return ``Requests`` as a subclass of the harness' model class.
+
+    Raises:
+        ValueError: if lm-evaluation-harness is not installed.
+    """
     try:
         template: Any = import_module("lm_eval.api.model").TemplateLM
     except ImportError as error:
@@ -38,7 +42,10 @@ def adapter_class() -> type:
 
 
 class Requests:
-    """Answers the harness' requests; ``adapter_class`` adds the harness' base class."""
+    """Answers the harness' requests with an mcore model.
+
+    ``adapter_class`` adds the harness' base class, which is imported only when needed.
+    """
 
     cache_hook: Any
 
@@ -60,15 +67,14 @@ class Requests:
 
         Args:
             load: folder, as ``mcore-infer eval --load``.
-            tokenizer: folder or file; with ``model`` the tokenizer itself.
+            tokenizer: folder or file; with ``model``, a tokenizer object.
             model: in eval mode.
             batch_size: rows in one forward pass; ``auto``: 8.
-            max_length: most tokens of context; 0: the model's positions, or 2048.
-            max_gen_toks: most tokens to generate, if the task has no limit.
+            max_length: largest context in tokens; 0: the model's positions, or 2048.
+            max_gen_toks: largest number of tokens to generate, if the task has no limit.
             device: ``cpu``; ``cuda``, with or without an index, or None: cuda if the machine
-                has
-                it.
-            tensor_model_parallel_size: as the flag.
+                has a GPU.
+            tensor_model_parallel_size: ranks that split each matrix; 0: all started ranks.
             data_axis: data ranks of ``model`` that share rows.
             ignored: arguments that the harness passes to all models; must be None, except
                 ``max_batch_size``.
@@ -76,7 +82,10 @@ class Requests:
         super().__init__()
         unknown = [k for k, v in ignored.items() if v is not None and k != "max_batch_size"]
         if unknown:
-            raise ValueError(f"--model_args {', '.join(unknown)}: the model {NAME} has none.")
+            raise ValueError(
+                f"--model_args {', '.join(unknown)}: not arguments of the model {NAME}. Leave "
+                "them out."
+            )
         if model is None:
             if not load:
                 raise ValueError("--model_args needs load=DIR, the model to evaluate.")
@@ -95,7 +104,7 @@ class Requests:
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without context."""
+        """Token that is the context of a text without context."""
         return self.tokens.eod if self.tokens.bos is None else self.tokens.bos
 
     @property
@@ -106,15 +115,17 @@ class Requests:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text; a first token is added unless the text has one."""
+        """Tokenize a text, by default with special tokens unless the text begins with BOS."""
         bos = self.tokens.bos
         has_bos = bos is not None and string.startswith(self.tokens.decode([bos]))
-        adds = not has_bos if add_special_tokens is None else add_special_tokens
-        return list(self.tokens.encode(string, add_special_tokens=adds))
+        if add_special_tokens is None:
+            add_special_tokens = not has_bos
+        return list(self.tokens.encode(string, add_special_tokens=add_special_tokens))
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         rows = []
         for _pair, context, target in requests:
+            # Keep the end of a long row; its first token must remain as context.
             ids = [*context, *target][-(self.max_length + 1) :]
             rows.append(Continuation(ids, min(len(target), len(ids) - 1)))
         scores = judge(self.model, rows, batch=self.batch_size, axis=self.data_axis)
@@ -125,7 +136,7 @@ class Requests:
         return results
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of complete texts; every token counts once."""
+        """Return the log probability of each text, in windows that count every token once."""
         del disable_tqdm
         utils: Any = import_module("lm_eval.utils")
         windows, owners = [], []
@@ -149,7 +160,7 @@ class Requests:
         return totals
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return continuations up to one of the task's stop strings, which is cut off."""
+        """Generate a continuation of each context, cut before the first stop string."""
         del disable_tqdm
         texts = []
         for request in requests:
@@ -166,29 +177,29 @@ class Requests:
         limit = int(options.pop("max_gen_toks", self.max_gen_toks))
         prompt = self.tok_encode(context)[-max(1, self.max_length - limit) :]
         sampling = _sampling(options, limit)
-        (written,) = generate(
+        (generation,) = generate(
             self.model,
             [prompt or [self.prefix_token_id]],
             sampling,
             eod=self.tokens.eod,
             stop=[self.tokens.encode(word, add_special_tokens=False) for word in until],
         )
-        text = self.tokens.decode(written.ids, skip_special_tokens=True)
+        text = self.tokens.decode(generation.ids, skip_special_tokens=True)
         return _cut(text, until)
 
 
 class HarnessTasks:
-    """Tasks of the harness, scored with models of this process whenever a caller asks."""
+    """Tasks of the harness, loaded once, that score models of this process."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Find the tasks and read their data once, as the harness does, from the Hub or files.
+        """Load the tasks and their data by the harness, from the Hub or from files.
 
         Args:
-            names: of tasks or groups, or YAML files of tasks.
+            names: names of tasks or groups, or YAML files of tasks.
 
         Raises:
             ValueError: if the harness is not installed, a task cannot be loaded, or two names
-                bring the same task.
+                contain the same task.
         """
         self._adapter = adapter_class()
         self._manager: Any = import_module("lm_eval.tasks").TaskManager()
@@ -201,23 +212,25 @@ class HarnessTasks:
                     f"lm-evaluation-harness cannot load the task {name} "
                     f"({type(error).__name__}: {error}); `lm_eval ls tasks` lists its tasks."
                 ) from error
-            # A name is that of a group, which may hold others, or of one or several tasks.
+            # A name may be a group, which may contain groups, or one or several tasks. Keep
+            # the outermost groups only, because they contain the others.
             inner = {child for group in loaded["group_map"].values() for child in group}
             outer = [group for key, group in loaded["groups"].items() if key not in inner]
             self._tasks += outer or loaded["tasks"].values()
-        self._manager.load(self._tasks)  # refuses a task that two names bring
+        self._manager.load(self._tasks)  # raises for a task that two names contain
 
     def scores(
         self, model: LanguageModel, tokenizer: Tokenizer, *, context_tokens: int, axis: Axis
     ) -> dict[str, Mapping[str, float]]:
-        """Return the metrics of each task by name; nothing on ranks with a LOCAL_RANK above 0.
+        """Evaluate a model on all tasks; return the metrics of each task by name.
 
-        All ranks call it together. Random states of Python, NumPy and torch stay as they are.
+        All ranks call this together; ranks with a LOCAL_RANK above 0 get an empty result. The
+        random states of Python, NumPy and torch do not change.
 
         Args:
             model: in eval mode.
-            tokenizer: of the model.
-            context_tokens: most tokens of a row.
+            tokenizer: tokenizer of the model.
+            context_tokens: largest number of tokens of a row.
             axis: data ranks that share the rows.
         """
         evaluate: Any = import_module("lm_eval.evaluator").simple_evaluate
@@ -225,21 +238,21 @@ class HarnessTasks:
             model=model, tokenizer=tokenizer, max_length=context_tokens, data_axis=axis
         )
         seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
-        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # progress bars
-            found = evaluate(
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # no progress bars
+            evaluation = evaluate(
                 api,
                 tasks=self._tasks,
                 task_manager=self._manager,
                 bootstrap_iters=0,
                 log_samples=False,
-                **seeds,  # None: the harness leaves the states as they are
+                **seeds,  # None: the harness does not change random states
             )
-        rows = found["results"] if found else {}
+        rows = evaluation["results"] if evaluation else {}
         return {name: _metrics(row) for name, row in rows.items()}
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a task; the harness calls them by metric and filter."""
+    """Return a task's numbers, renamed from the harness' ``metric,filter`` to metric_filter."""
     return {
         key.removesuffix(",none").replace(",", "_"): float(value)
         for key, value in row.items()
@@ -248,13 +261,14 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:
-    """Read a task's ``generation_kwargs``."""
+    """Convert a task's ``generation_kwargs`` to a SamplingConfig; the default is greedy."""
     draws = options.pop("do_sample", False)
     temperature = float(options.pop("temperature", 1.0 if draws else 0.0))
     top_p, top_k = float(options.pop("top_p", 0.0)), int(options.pop("top_k", 0))
     if options:
         raise ValueError(
-            f"generation_kwargs {sorted(options)} are unknown to the model {NAME}."
+            f"generation_kwargs {sorted(options)}: not supported by the model {NAME}. Use "
+            "do_sample, temperature, top_p and top_k."
         )
     if not draws or temperature == 0.0:
         return SamplingConfig(num_tokens=num_tokens, top_k=1)
@@ -275,15 +289,15 @@ def _cut(text: str, until: Iterable[str]) -> str:
 def _opened(
     load: str, tokenizer: str, device: str | None, tp: int
 ) -> tuple[LanguageModel, Tokenizer, Axis]:
-    """Join the world and load a model, until the process ends."""
+    """Join the world and load a model; both are closed when the process exits."""
     import atexit
 
     from mcore_infer.commands.opening import ModelOptions, opened
 
     kinds: dict[str, Literal["cpu", "auto"]] = {"cpu": "cpu", "cuda": "auto"}
-    where = kinds[device.partition(":")[0]] if device else "auto"
+    device_option = kinds[device.partition(":")[0]] if device else "auto"
     options = ModelOptions(
-        load=load, tokenizer=tokenizer, device=where, tensor_model_parallel_size=tp
+        load=load, tokenizer=tokenizer, device=device_option, tensor_model_parallel_size=tp
     )
     context = opened(options)
     loaded, tokens, _ = context.__enter__()
@@ -292,7 +306,7 @@ def _opened(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the harness with the model ``mcore``; only the first rank prints.
+    """Run the harness' command with the model ``mcore``; only rank 0 prints.
 
     Raises:
         ValueError: if the harness is not installed.

@@ -1,7 +1,7 @@
-"""LAMBADA: how often a model predicts the last word of a passage.
+"""LAMBADA accuracy: the share of passages whose last word the model predicts greedily.
 
-The target is the last token of the text; with ``strict``, all tokens of the last word, each of
-which must be the likeliest.
+The target is the last token of the passage, or with ``strict`` all tokens of its last word.
+Each target must be the likeliest token at its position.
 
 Reference:
     Paperno et al. 2016, The LAMBADA dataset. arXiv:1606.06031.
@@ -19,14 +19,14 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 @dataclass(frozen=True, slots=True)
 class LambadaScore:
-    """How many last words were guessed."""
+    """Number of predicted last words among the passages."""
 
     num_correct: int
     num_examples: int
 
     @property
     def accuracy(self) -> float:
-        """From 0 to 1."""
+        """Share of predicted last words, from 0 to 1."""
         return self.num_correct / self.num_examples
 
 
@@ -41,10 +41,14 @@ def read_texts(lines: Iterable[str]) -> list[str]:
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str) or not text.split():
-            raise ValueError(f"line {number} is no JSON object with words in its field 'text'.")
+            raise ValueError(
+                f"line {number} is not a JSON object with words in its field 'text'."
+            )
         texts.append(text)
     if not texts:
-        raise ValueError('the file holds no passage: it needs lines like {"text": "..."}.')
+        raise ValueError(
+            'the file has no passage: write one object a line, like {"text": "..."}.'
+        )
     return texts
 
 
@@ -54,15 +58,16 @@ def continuation(
     """Split a passage into context and continuation; long contexts lose their first tokens."""
     if strict:
         text = text.rstrip()
-        last = text.rsplit(maxsplit=1)[-1]
-        before = text[: text.rfind(last)].strip()
-        target = tokenizer.encode(f" {last}", add_special_tokens=False)
-        ids, num_targets = [*tokenizer.encode(before), *target], len(target)
+        last_word = text.rsplit(maxsplit=1)[-1]
+        context = text[: text.rfind(last_word)].strip()
+        # Context and word are tokenized separately, so that no token spans both.
+        target = tokenizer.encode(f" {last_word}", add_special_tokens=False)
+        ids, num_targets = [*tokenizer.encode(context), *target], len(target)
     else:
         ids, num_targets = tokenizer.encode(text), 1
     ids = ids[-(context_tokens + 1) :]
     if not 1 <= num_targets < len(ids):
-        raise ValueError(f"the passage {text[:40]!r} leaves no context for its last word.")
+        raise ValueError(f"the passage {text[:40]!r} has no context before its last word.")
     return Continuation(ids, num_targets)
 
 
@@ -82,10 +87,10 @@ def score_lambada(
 
     Args:
         model: in eval mode.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         texts: passages.
-        strict: the target is the last word, not the last token.
-        context_tokens: most tokens that the model sees.
+        strict: the target is the last word instead of the last token.
+        context_tokens: largest number of tokens before the last target.
         batch: passages in one forward pass.
         axis: data ranks that share the work.
 

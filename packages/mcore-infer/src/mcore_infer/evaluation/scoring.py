@@ -1,7 +1,7 @@
-"""Scores of given texts: loss, perplexity, bits per byte.
+"""Scores of texts under a model: loss, perplexity, bits per byte.
 
 A text is evaluated in windows of the model's context. Each window but the first overlaps the
-previous window, and only its new tokens count: every token counts once and has at least the
+previous window, and only its new tokens count. Every token thus counts once, with at least the
 overlap as context. Results are totals over tokens, never means of means.
 """
 
@@ -21,7 +21,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """Total loss over texts."""
+    """Total loss over texts, and measures derived from it."""
 
     loss_sum: float
     """Nats."""
@@ -42,13 +42,13 @@ class TextScore:
 
     @property
     def bits_per_byte(self) -> float:
-        """Code length of a byte in bits, comparable between tokenizers; nan without bytes."""
+        """Loss in bits per byte of text, comparable between tokenizers; nan without bytes."""
         return self.loss_sum / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A run of targets of one document for one forward pass."""
+    """Consecutive targets of one document, scored in one forward pass."""
 
     document: int
     begin: int
@@ -66,6 +66,9 @@ def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> li
         lengths: targets of each document.
         context_tokens: longest window.
         stride: targets that each window but the first adds; ``context_tokens``: no overlap.
+
+    Raises:
+        ValueError: if the stride is not from 1 to ``context_tokens``.
     """
     if not 1 <= stride <= context_tokens:
         raise ValueError(
@@ -74,12 +77,13 @@ def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> li
         )
     windows = []
     for document, length in enumerate(lengths):
-        done = 0
-        while done < length:
-            end = min(length, max(done + stride, context_tokens))
+        num_counted = 0
+        while num_counted < length:
+            # The first window counts all its targets; later windows end ``stride`` further.
+            end = min(length, max(num_counted + stride, context_tokens))
             begin = max(0, end - context_tokens)
-            windows.append(Window(document, begin, end, done))
-            done = end
+            windows.append(Window(document, begin, end, num_counted))
+            num_counted = end
     return windows
 
 
@@ -104,10 +108,10 @@ def score_documents(
         context_tokens: longest window.
         stride: see ``plan_windows``; 0: half the context.
         batch: windows in one forward pass.
-        axis: data ranks that share the work; each gets all documents.
+        axis: data ranks that share the work; each rank passes all documents.
 
     Raises:
-        ValueError: if the model is in training mode or the stride is not possible.
+        ValueError: if the model is in training mode, or as ``plan_windows``.
     """
     lengths = [len(document) for document in documents]
     windows = plan_windows(lengths, context_tokens, stride or max(1, context_tokens // 2))
@@ -126,7 +130,9 @@ def score_windows(
     batch: int = 8,
     axis: Axis = SINGLE,
 ) -> float:
-    """Sum the loss of the targets that windows count; see ``score_documents``.
+    """Sum the loss of the targets that windows count, over all ranks of ``axis``.
+
+    Arguments and communication are those of ``score_documents``.
 
     Raises:
         ValueError: if the model is in training mode.
@@ -151,13 +157,14 @@ def counted_losses(
 ) -> Iterator[Tensor]:
     """Yield the losses ``[batch, targets]`` of this rank's windows in float64.
 
-    The order is the same for any model; a target that does not count has loss 0. Does not sum
-    over ranks.
+    The order of windows does not depend on the model. A target that does not count has loss 0.
+    Losses are not summed over ranks.
     """
     check_eval_mode(model)
-    # Longest first: little padding in a batch.
+    # Longest first, so that batches have little padding.
     windows = sorted(windows, key=lambda w: w.end - w.begin, reverse=True)
-    # All ranks run equally many forwards: experts may communicate across them.
+    # All ranks run the same number of forwards with equal shapes, because experts may
+    # communicate over the data ranks.
     for first in range(0, len(windows), batch * axis.size):
         begin = first + batch * axis.rank
         group = windows[begin : begin + batch]
@@ -181,14 +188,14 @@ def score_texts(
     batch: int = 8,
     axis: Axis = SINGLE,
 ) -> TextScore:
-    """Sum the loss of texts; each text is a document without an end token.
+    """Tokenize texts and sum their loss; each text is a document without an end token.
 
     Raises:
         ValueError: as ``score_documents``, or if no token of the tokenizer begins a document.
     """
     begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     if begin_token is None:
-        raise ValueError("this tokenizer has no token that begins a document.")
+        raise ValueError("this tokenizer has no token that begins a document (BOS or EOD).")
     documents = tokenizer.encode_batch(texts, add_special_tokens=False)
     score = score_documents(
         model,
@@ -217,6 +224,8 @@ def _losses(
     for row, window in enumerate(windows):
         targets = torch.as_tensor(documents[window.document][window.begin : window.end])
         length = len(targets)
+        # The input of each target is the token before it: at the start of a document, the
+        # begin token; at the start of a later window, the last token of the earlier targets.
         labels[row, :length] = targets
         tokens[row, 1:length] = targets[:-1]
         if window.begin:

@@ -1,8 +1,8 @@
 """Perplexity of WikiText-103, as defined by Megatron's zero-shot task.
 
-The file is one text. The tokens are those of the detokenised text, and the adjusted perplexity
-is per word of the original text, so tokenizers can be compared. Windows begin every ``overlap``
-tokens, and each but the first counts only its last ``overlap`` targets.
+The file is one text. The model reads the detokenised text, and the adjusted perplexity is per
+word of the original text, so that tokenizers can be compared. A window begins every ``overlap``
+tokens, and each window but the first counts only its last ``overlap`` targets.
 
 Reference:
     Shoeybi et al. 2019, Megatron-LM, section 5.3 and its task WIKITEXT103. arXiv:1909.08053.
@@ -40,7 +40,7 @@ _PTB = (
 
 @dataclass(frozen=True, slots=True)
 class WikitextScore:
-    """Loss of one text, and derived measures."""
+    """Loss of one text, and measures derived from it."""
 
     loss_sum: float
     """Nats."""
@@ -71,19 +71,19 @@ class WikitextScore:
 
 
 def detokenizer_name(path: str) -> str:
-    """Return the detokenizer for a file's path: ``ptb``, ``wiki`` or empty."""
+    """Return the detokenizer that a file's path contains: ``ptb``, ``wiki`` or empty."""
     return next((name for name in ("ptb", "wiki") if name in path.lower()), "")
 
 
 def detokenized(text: str, name: str) -> str:
-    """Return a benchmark's text without the marks of its word tokenization."""
+    """Undo the word tokenization of a benchmark's text; ``name``: ptb, wiki or none."""
     if name == "ptb":
         return _replaced(text, _PTB)
     if name != "wiki":
         return text
     text = _replaced(text, _WIKI)
     for left, right in _INSIDE:
-        # Remove blanks just inside of brackets and quotes.
+        # Remove blanks after an opening and before a closing bracket or quote.
         begin, end = re.escape(left), re.escape(right)
         text = re.sub(rf"{begin}\s*([^{end}]*?)\s*{end}", rf"{left}\1{right}", text)
     return _replaced(text, _AFTER_INSIDE)
@@ -102,15 +102,19 @@ def plan_overlapping(num_targets: int, context_tokens: int, overlap: int) -> lis
         num_targets: targets of the text.
         context_tokens: longest window.
         overlap: targets that each window but the first adds; ``context_tokens``: no overlap.
+
+    Raises:
+        ValueError: if ``overlap`` is not from 1 to ``context_tokens``.
     """
     if not 1 <= overlap <= context_tokens:
         raise ValueError(
             f"--overlapping-eval {overlap} must be from 1 to the context of {context_tokens} "
             "tokens."
         )
-    count = max(-(-max(num_targets - overlap, 0) // overlap) + 1, 1)
+    num_windows = max(-(-max(num_targets - overlap, 0) // overlap) + 1, 1)
     windows = []
-    for begin in range(0, count * overlap, overlap):
+    for begin in range(0, num_windows * overlap, overlap):
+        # The first window counts all its targets, later windows the last ``overlap``.
         first = begin + context_tokens - overlap if begin else 0
         end = min(num_targets, begin + context_tokens)
         if first < end:  # the last windows may have no target that counts
@@ -135,7 +139,7 @@ def score_wikitext(
 
     Args:
         model: in eval mode.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         text: the content of the file.
         detokenizer: see ``detokenized``.
         context_tokens: longest window.
@@ -149,7 +153,10 @@ def score_wikitext(
     num_original = len(text.strip().split(" "))
     ids = tokenizer.encode(detokenized(text, detokenizer))
     if num_original < 2 or len(ids) < 2:
-        raise ValueError(f"a text of {num_original} words and {len(ids)} tokens has no score.")
+        raise ValueError(
+            f"a text of {num_original} words and {len(ids)} tokens has no score: use "
+            "a text of two or more of each."
+        )
     windows = plan_overlapping(len(ids) - 1, context_tokens, overlap or context_tokens)
     loss_sum = score_windows(
         model, [ids[1:]], windows, begin_token=ids[0], batch=batch, axis=axis

@@ -1,1 +1,1 @@
-"""Checkpoints for other engines: TensorRT-LLM's rank files, and the folders vLLM loads."""
+"""Checkpoints for other engines: TensorRT-LLM's rank files, and Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Exports a trained model as a folder for another engine; the folder appears once complete."""
+"""Exports a checkpoint as a folder that another engine loads, in one process."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ FORMATS: tuple[Format, ...] = ("trtllm", "hf-quant", "compressed-tensors")
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Default of the most bytes of tensors in a file of a Hugging Face folder."""
+"""Default limit of the bytes of tensors in one file of a Hugging Face folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Progress | None = None,
 ) -> ExportReport:
-    """Write a model for another engine, in one process; no communication.
+    """Convert a checkpoint to a folder for another engine, in one process.
 
-    Tensors stream, so memory does not grow with the model. The folder appears under its name
-    once it is complete.
+    Tensors are streamed, so memory does not grow with the model. The output folder appears
+    under its name once it is complete.
 
     Args:
         load: run folder, step folder, Hugging Face folder, or a folder of ``quantize``.
@@ -69,26 +69,25 @@ def export_model(
             ``hf-quant`` and ``compressed-tensors``, Hugging Face folders of quantized weights.
         tensor_parallel_size: ranks that split each matrix, of ``trtllm``.
         pipeline_parallel_size: pipeline stages, of ``trtllm``.
-        dtype: cast weights that are not quantized, for ``trtllm``: fp32, fp16, bf16; empty:
-            keep
-            their dtype.
-        max_shard_bytes: most bytes of tensors in one file, of Hugging Face folders.
+        dtype: dtype of weights that are not quantized, for ``trtllm``: fp32, fp16 or bf16;
+            empty: no cast.
+        max_shard_bytes: limit of the bytes of tensors in one file of a Hugging Face folder.
         on_progress: called for each slab written.
 
     Raises:
         ValueError: if the format cannot hold the model, the ranks do not fit it, or an option
             has no effect on the format.
-        CheckpointError: if files are damaged, the output is in the way, or the disk is full.
+        CheckpointError: if files are damaged, the output exists, or the disk is full.
     """
     load, output = Path(load), Path(output)
     grid = RankGrid(tensor_parallel_size, pipeline_parallel_size)
     _check(format, grid, dtype, max_shard_bytes)
     form, folder = find_format(load)
     check_place(output, load)
-    watched: list[Item] = []
+    written_items: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
-        watched.extend(items)
+        written_items.extend(items)
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
@@ -99,14 +98,14 @@ def export_model(
         atomic_dir(output) as unfinished,
     ):
         if format == "trtllm":
-            made = write_trtllm(unfinished, source, grid, DTYPE_WORDS.get(dtype, ""), watch)
-            word, notes = made.word, [*made.notes, *_notes(source)]
+            report = write_trtllm(unfinished, source, grid, DTYPE_WORDS.get(dtype, ""), watch)
+            word, notes = report.word, [*report.notes, *_notes(source)]
         elif format == "hf-quant":
             word = write_hf_quant(unfinished, source, max_shard_bytes, watch)
         else:
             word = write_compressed_tensors(unfinished, source, max_shard_bytes, watch)
-    total = sum(item.num_bytes for item in watched)
-    return ExportReport(output, word, len(watched), total, notes)
+    total = sum(item.num_bytes for item in written_items)
+    return ExportReport(output, word, len(written_items), total, notes)
 
 
 def _notes(source: OpenCheckpoint) -> list[str]:

@@ -1,9 +1,8 @@
 """Builds tensors for a rank of another engine from ranges of logical tensors.
 
-A ``TensorRange`` is a range of rows and columns of one logical tensor. Consecutive ranges form
-a
-tensor: the queries, keys and values of a rank, or experts on a new first dimension. Groups of
-rows stream, so no complete tensor is in memory.
+A ``TensorRange`` is a range of rows and columns of one logical tensor. Several ranges, one
+after another, form a tensor to write: the queries, keys and values of a rank, or experts on a
+new first dimension. Groups of rows are streamed, so no complete tensor is in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from mcore_ckpt.storage.files import DTYPES, Item
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A range of a logical tensor."""
+    """Rows and columns of a logical tensor, and the linear map applied to their numbers."""
 
     name: str
     """Logical name."""
@@ -28,7 +27,7 @@ class TensorRange:
     columns: tuple[int, int] | None = None
     """First and one-past-last column; None: all, or the tensor has one dimension."""
     shift: float = 0.0
-    """Added to each number, in float32."""
+    """Added to each number after the factor, in float32."""
     factor: float = 1.0
     """Multiplies each number, in float32."""
 
@@ -60,7 +59,7 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 def build_item(
     name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[TensorRange], rows: Rows
 ) -> Item:
-    """Return the tensor to write that consecutive ranges form."""
+    """Return the item that writes one tensor: its ranges in order, cast to ``dtype``."""
     return Item(name, dtype, shape, partial(_slabs, tuple(parts), rows, DTYPES[dtype]))
 
 
@@ -79,7 +78,7 @@ def _slabs(parts: Sequence[TensorRange], rows: Rows, dtype: torch.dtype) -> Iter
 
 def _cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == torch.uint8 and dtype == torch.int8:
-        return values.view(dtype)  # packed codes are bytes, which a format may call int8
+        return values.view(dtype)  # packed codes are bytes; some formats declare them as int8
     cast = values.to(dtype)
     if dtype == torch.float16 and (cast.isinf() & ~values.isinf()).any():
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The checkpoint of TensorRT-LLM's engine flow: config.json and one file a rank.
+"""Writes the checkpoint of TensorRT-LLM's engine flow: config.json and one file for each rank.
 
-Releases 1.0 to 1.2 of TensorRT-LLM build engines from it; later ones, vLLM and SGLang load
-Hugging Face folders only.
+TensorRT-LLM 1.0 to 1.2 build engines from such a checkpoint; later releases, vLLM and SGLang
+load Hugging Face folders only.
 """
 
 import json
@@ -30,7 +30,7 @@ from mcore_infer.export.trtllm_quantized import PLAIN, describe_quantization, fi
 from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
 
 Watch = Callable[[Sequence[Item]], list[Item]]
-"""Wraps the items to write, for progress."""
+"""Called with the items to write; returns items that report progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ def write_trtllm(
         folder: an empty folder.
         source: the opened checkpoint.
         grid: ranks that will load the checkpoint.
-        dtype: safetensors' name of the dtype of weights that are not quantized; empty: that of
-            the embedding.
+        dtype: safetensors' name of the dtype of weights that are not quantized; empty: the
+            embedding's dtype.
         watch: called once with all tensors of all ranks.
 
     Raises:
@@ -84,11 +84,12 @@ def write_trtllm(
     ]
     watched = iter(watch([item for items in ranks for item in items]))
     for number, items in enumerate(ranks):
-        mine = [next(watched) for _ in items]
-        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])  # wide dtypes first: aligned
-        write_file(folder / f"rank{number}.safetensors", mine)
-    left = sorted(rows.entries.keys() - rows.read)
-    assert not left, f"{len(left)} tensors are on no rank: {', '.join(left[:5])}"
+        rank_items = [next(watched) for _ in items]
+        # Wide dtypes first, so that every tensor is aligned in the file.
+        rank_items.sort(key=lambda item: -DTYPE_BYTES[item.dtype])
+        write_file(folder / f"rank{number}.safetensors", rank_items)
+    unread = sorted(rows.entries.keys() - rows.read)
+    assert not unread, f"{len(unread)} tensors are on no rank: {', '.join(unread[:5])}"
     if layers:
         algorithms = {key: quantization[key] for key in ("quant_algo", "kv_cache_quant_algo")}
         text = json.dumps({**algorithms, "quantized_layers": layers}, indent=2)

@@ -1,7 +1,7 @@
-"""The ``config.json`` of a TensorRT-LLM checkpoint, and checks of the models it can express.
+"""Builds the ``config.json`` of a TensorRT-LLM checkpoint, and checks model and ranks.
 
-Every field is written: releases differ in their defaults. A model without a layout in the
-format is refused by name.
+Every field is written, because releases of TensorRT-LLM differ in their defaults. A model that
+the format has no layout for is refused with a message that names the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,16 +109,18 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
     """Raise ValueError for a model that the format cannot express."""
     if model_type not in ARCHITECTURES:
         raise ValueError(
-            f"--format trtllm has no layout for {model_type} here: it writes "
+            f"--format trtllm has no layout for {model_type}: it supports "
             f"{', '.join(ARCHITECTURES)}. {INSTEAD}"
         )
-    find_family(model_type).to_theirs(dict(description))
+    find_family(model_type).to_theirs(
+        dict(description)
+    )  # raises for settings it cannot express
     kind = setting(description, "rope_type")
     if kind != "rope":
         raise ValueError(f"--format trtllm cannot express --rope-type {kind}. {INSTEAD}")
     if expert_setting(description, "num_experts") and not all(expert_layers(description)):
         raise ValueError(
-            "--format trtllm has experts in every layer or in none, not --moe-layer-freq "
+            "--format trtllm supports experts in every layer or in none, not --moe-layer-freq "
             f"{expert_setting(description, 'moe_layer_freq')}. {INSTEAD}"
         )
     config = settings(description)
@@ -153,8 +155,7 @@ def check_grid(sizes: RankSizes, grid: RankGrid) -> None:
     if heads % grid.tp and grid.tp % heads:
         raise ValueError(
             f"{heads} key/value heads can be neither split over nor repeated for "
-            f"--tensor-parallel-size {grid.tp}: use a number that divides them or that they "
-            "divide."
+            f"--tensor-parallel-size {grid.tp}: use a divisor or a multiple of {heads}."
         )
 
 
@@ -165,7 +166,7 @@ def build_config(
     grid: RankGrid,
     quantization: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config.json of a checked model and grid."""
+    """Return the fields of config.json for a model and grid that passed the checks."""
     sizes, config = read_sizes(description), settings(description)
     has_rope = config.position_embedding_type == "rope"
     scaling = rope_scaling(description)
@@ -257,7 +258,9 @@ def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, 
     if model_type == "gemma2":
         return fields | {"attn_logit_softcapping": theirs["attn_logit_softcapping"]}
     if theirs.get("attn_logit_softcapping"):
-        raise ValueError(f"--format trtllm caps no attention logits of Gemma 3. {INSTEAD}")
+        raise ValueError(
+            f"--format trtllm cannot express capped attention logits of Gemma 3. {INSTEAD}"
+        )
     return fields | {
         "_sliding_window_pattern": _window_pattern(theirs["layer_types"]),
         "rope_local_base_freq": setting(description, "rotary_base_local"),
@@ -266,12 +269,16 @@ def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, 
 
 
 def _window_pattern(layer_types: Sequence[str]) -> int:
-    """Return n if every n-th layer, and no other, has full attention."""
+    """Return n, where every n-th layer and no other has full attention.
+
+    Raises:
+        ValueError: if full attention has no such period.
+    """
     full = [number for number, kind in enumerate(layer_types, 1) if kind == "full_attention"]
     every = full[0] if full else len(layer_types) + 1
     if full != list(range(every, len(layer_types) + 1, every)):
         raise ValueError(
-            "--format trtllm needs full attention in every n-th layer, and layers "
-            f"{full} have it here. {INSTEAD}"
+            "--format trtllm needs full attention in every n-th layer, and this model has it "
+            f"in layers {full}. {INSTEAD}"
         )
     return every

@@ -1,7 +1,8 @@
 """Quantized matrices in the format of TensorRT-LLM's engine flow.
 
-If a fused matrix has one scale, it is the largest of its parts. Scales of outputs are split
-with the outputs, scales of inputs and groups with the inputs; scalars are on every rank.
+A fused matrix with one scale gets the largest scale of its parts, and the codes of the other
+parts are rescaled. Scales of outputs are split with the outputs, scales of inputs and of groups
+with the inputs; scalars are on every rank.
 """
 
 import re
@@ -39,7 +40,7 @@ PLAIN: Mapping[str, Any] = {
 }
 """The entry ``quantization`` of a checkpoint that is not quantized."""
 
-_ALWAYS = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
+_NEVER_QUANTIZED = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
 _WEIGHT = ".weight"
 _IN_LAYER = re.compile(r"blocks\.(\d+)\.(.+)")
 _NAMES = {
@@ -54,7 +55,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """Quantized matrices with their scales; matrices that are not quantized stay plain."""
+    """Lists the codes and scales of quantized matrices, and other matrices as plain weights."""
 
     plain: PlainLinears
     """Writes the matrices that are not quantized, or that the engine quantizes."""
@@ -66,7 +67,7 @@ class QuantizedLinears:
     """Records the logical tensors that were written as codes."""
 
     def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
-        """List the codes and scales of a linear.
+        """List the items of a linear: codes and scales, or plain weights.
 
         Raises:
             ValueError: if parts of a fused matrix are quantized in different ways, or the ranks
@@ -80,14 +81,14 @@ class QuantizedLinears:
             pairs = zip(shares, is_rounded, strict=True)
             names = [share.stem for share, rounded in pairs if rounded]
             raise ValueError(
-                f"{name} is one matrix for --format trtllm, and the source quantized only "
-                f"{', '.join(names)} of it, by {', '.join(sorted(algos))}. {INSTEAD}"
+                f"{name} is one matrix in --format trtllm, but the source quantized only its "
+                f"parts {', '.join(names)}, by {', '.join(sorted(algos))}. {INSTEAD}"
             )
         self.noted.read.update(share.stem + _WEIGHT for share in shares)
         return _WRITERS[algos.pop()](self, name, shares)
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
-        """List the common scale of keys and values: the larger of the two."""
+        """List the cache's only scale: the larger of the scales of keys and of values."""
         if not self.widened.plan.kv_cache:
             return []
         names = [
@@ -119,10 +120,10 @@ class QuantizedLinears:
         shares: Sequence[MatrixSlice],
         factors: Sequence[float] = (),
     ) -> Item:
-        """List the codes; a packed layout has two outputs in a byte."""
-        tall = 2 if self.layout(shares[0].stem).code == "int4" else 1
+        """Return the item of the codes of all shares; int4 has two outputs in a byte."""
+        outputs_per_row = 2 if self.layout(shares[0].stem).code == "int4" else 1
         for share in shares:
-            if share.rows[0] % tall or share.rows[1] % tall:
+            if share.rows[0] % outputs_per_row or share.rows[1] % outputs_per_row:
                 raise ValueError(
                     f"{name}: two outputs share a byte, and the ranks cut between them (rows "
                     f"{share.rows}): use a smaller --tensor-parallel-size."
@@ -130,22 +131,22 @@ class QuantizedLinears:
         parts = [
             TensorRange(
                 self.modules[share.stem] + _WEIGHT,
-                (share.rows[0] // tall, share.rows[1] // tall),
+                (share.rows[0] // outputs_per_row, share.rows[1] // outputs_per_row),
                 share.columns,
                 factor=factor,
             )
             for share, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
         ]
-        shape = (num_outputs(shares) // tall, num_inputs(shares[0], self.plain.rows))
+        shape = (num_outputs(shares) // outputs_per_row, num_inputs(shares[0], self.plain.rows))
         return build_item(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
 
     def output_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List a scale for each output."""
+        """Return the item of the scales of outputs, one for each output."""
         parts = [TensorRange(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
         return build_item(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
     def group_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List a scale for each output and group of inputs."""
+        """Return the item of the scales for each output and each group of inputs."""
         size = self.layout(shares[0].stem).group[1]
         inputs = self.plain.rows.entries[shares[0].stem + _WEIGHT].shape[1]
         first, last = shares[0].columns or (0, inputs)
@@ -164,7 +165,7 @@ class QuantizedLinears:
         return build_item(name, "F32", shape, parts, self.widened.stored)
 
     def input_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
-        """List the factor on each input; ones if it is folded into a norm."""
+        """Return the item of the factors on inputs; ones if a norm absorbed the factors."""
         stored = self.widened.stored
         names = [f"{self.modules[share.stem]}.{PRE_QUANT_SCALE}" for share in shares]
         width = num_inputs(shares[0], self.plain.rows)
@@ -175,8 +176,8 @@ class QuantizedLinears:
         are_equal = all(torch.equal(scales[0], scale) for scale in scales)
         if len(scales) < len(names) or not are_equal:
             raise ValueError(
-                f"{name}: {', '.join(names)} must be equal for --format trtllm, which fuses "
-                f"them into one matrix. {INSTEAD}"
+                f"{name}: {', '.join(names)} must be equal, because --format trtllm fuses "
+                f"their matrices. {INSTEAD}"
             )
         rows = shares[0].columns or (0, inputs)
         return build_item(name, "F32", (width,), [TensorRange(names[0], rows)], stored)
@@ -185,17 +186,17 @@ class QuantizedLinears:
 def find_linears(
     plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
 ) -> QuantizedLinears:
-    """Return the linears of a quantized source.
+    """Return the writer of a quantized source's linears.
 
     Raises:
-        ValueError: if the format has no layout for one of its algorithms.
+        ValueError: if the format has no layout for an algorithm of the source.
     """
     plan = widened.plan
     known = _WRITERS if plan.layers else (*_WRITERS, "W8A16")
     algos = {layout.algo for layout in plan.layers.values() or (plan.layout,)}
     if unknown := sorted(algos.difference(known)):
         raise ValueError(
-            f"--format trtllm has no layout for {', '.join(unknown)}: it writes W8A16 and "
+            f"--format trtllm has no layout for {', '.join(unknown)}: it supports W8A16 and "
             f"{', '.join(_WRITERS)}. {INSTEAD}"
         )
     modules = {
@@ -212,11 +213,11 @@ def describe_quantization(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the entry ``quantization`` of config.json, and the layers of quant_cfg.json.
 
-    The latter are empty if all matrices have the same layout.
+    The layers are empty if all matrices have the same layout.
 
     Raises:
-        ValueError: if experts are quantized, or stages differ in the layers that are not
-            quantized: names count layers from 0 on each stage.
+        ValueError: if experts are quantized, or stages differ in how their layers are
+            quantized, because names count layers from 0 on each stage.
     """
     plan, stage = linears.widened.plan, sizes.num_layers // grid.pp
     stages: list[dict[str, Any]] = [{} for _ in range(grid.pp)]
@@ -232,14 +233,15 @@ def describe_quantization(
                 _layout_fields(linears.layout(stem)) if is_rounded else None
             )
         elif ".experts." in inside and linears.is_rounded(stem) and plan.layout.algo != "W8A16":
-            raise ValueError(f"--format trtllm has no quantized experts here. {INSTEAD}")
+            raise ValueError(f"--format trtllm has no layout for quantized experts. {INSTEAD}")
     if any(stage_layouts != stages[0] for stage_layouts in stages):
         raise ValueError(
             "--format trtllm names layers from 0 on each stage, and the source quantizes them "
-            f"differently on some of --pipeline-parallel-size {grid.pp} stages: use 1."
+            f"differently on some of --pipeline-parallel-size {grid.pp} stages: use "
+            "--pipeline-parallel-size 1."
         )
     excluded = sorted(name for name, layout in stages[0].items() if layout is None)
-    entry = {**PLAIN, "exclude_modules": [*_ALWAYS, *excluded]}
+    entry = {**PLAIN, "exclude_modules": [*_NEVER_QUANTIZED, *excluded]}
     entry["kv_cache_quant_algo"] = "FP8" if plan.kv_cache else None
     if not plan.layers:
         return entry | _layout_fields(plan.layout), {}
@@ -248,7 +250,7 @@ def describe_quantization(
 
 
 def _layout_fields(layout: QuantLayout) -> dict[str, Any]:
-    """Return the fields of a layout; GPTQ is stored as AWQ with input factors of one."""
+    """Return a layout's fields of config.json; GPTQ becomes AWQ with input factors of one."""
     is_int4 = layout.code == "int4"
     return {
         "quant_algo": "W4A16_AWQ" if is_int4 else layout.algo,
@@ -260,12 +262,13 @@ def _layout_fields(layout: QuantLayout) -> dict[str, Any]:
 
 def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
     scales = [linears.number(share.stem, WEIGHT_SCALE) for share in shares]
+    # The fused matrix has one scale: codes of parts with smaller scales shrink by the ratio.
     top = max(scales)
-    inputs = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
+    input_scale = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
     return [
         linears.codes(name, "F8_E4M3", shares, [scale / top for scale in scales]),
         _number_item(f"{name}.weights_scaling_factor", top),
-        _number_item(f"{name}.activation_scaling_factor", inputs),
+        _number_item(f"{name}.activation_scaling_factor", input_scale),
     ]
 
 
@@ -291,11 +294,11 @@ def _int4_groups(
 def _smooth_int8(
     linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]
 ) -> list[Item]:
-    inputs = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
+    input_scale = max(linears.number(share.stem, INPUT_SCALE) for share in shares)
     return [
         linears.codes(name, "I8", shares),
         linears.output_scales(f"{name}.weights_scaling_factor", shares),
-        _number_item(f"{name}.activation_scaling_factor", inputs),
+        _number_item(f"{name}.activation_scaling_factor", input_scale),
         linears.input_scales(f"{name}.prequant_scaling_factor", shares),
     ]
 

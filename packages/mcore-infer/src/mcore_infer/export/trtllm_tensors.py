@@ -1,8 +1,9 @@
-"""The tensors of each rank of a TensorRT-LLM checkpoint, as ranges of logical tensors.
+"""Lists the tensors of each rank of a TensorRT-LLM checkpoint, as ranges of logical tensors.
 
-Names and orders are the engine's: queries, keys and values of a rank form one matrix, in this
-order; in a gated layer ``fc`` is the activated half and ``gate`` the other; experts store the
-other half first. Layers count from 0 on each stage. A router is not split and is in float32.
+Names and orders are the engine's. Queries, keys and values of a rank form one matrix, in this
+order. In a gated dense layer ``fc`` is the activated half and ``gate`` the linear half; experts
+store the linear half first. Layers count from 0 on each stage. A router is not split and has
+dtype float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class Linears(Protocol):
     """Lists the stored tensors of matrices: plain, or quantized with scales."""
 
     def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
-        """List the tensors of a linear ``name``, whose outputs are those of the shares."""
+        """List the tensors of a linear ``name`` with the outputs of all shares, in order."""
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
         """List the scales of the key/value cache of an attention layer ``name``."""
@@ -54,7 +55,7 @@ class Linears(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinears:
-    """Matrices in the dtype of the checkpoint."""
+    """Lists matrices as plain weights in one dtype."""
 
     rows: Rows
     """Reads logical tensors."""
@@ -75,14 +76,14 @@ class PlainLinears:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One file of a checkpoint, while its tensors are listed."""
+    """Lists the tensors of one rank's file."""
 
     sizes: RankSizes
     """Sizes of the model."""
     grid: RankGrid
     """All ranks."""
     number: int
-    """Number of this rank: stage times tensor ranks, plus tensor rank."""
+    """Number of this rank: stage times number of tensor ranks, plus tensor rank."""
     rows: Rows
     """Reads logical tensors."""
     dtype: str
@@ -105,13 +106,15 @@ class Rank:
     def _tp_rank(self) -> int:
         return self.number % self.grid.tp
 
-    def _mine(self, size: int) -> tuple[int, int]:
+    def _local_range(self, size: int) -> tuple[int, int]:
         return shard(size, self._tp_rank, self.grid.tp)
 
     def _embedding(self) -> Iterator[Item]:
         vocab, hidden = self.sizes.vocab_size, self.sizes.hidden_size
         rows = (
-            self._mine(_padded(vocab, self.grid.tp)) if self.splits_vocabulary else (0, vocab)
+            self._local_range(_padded(vocab, self.grid.tp))
+            if self.splits_vocabulary
+            else (0, vocab)
         )
         shape = (rows[1] - rows[0], hidden)
         parts = [TensorRange("embedding.weight", rows)]
@@ -125,9 +128,11 @@ class Rank:
 
     def _head(self) -> Iterator[Item]:
         yield from self._norm("transformer.ln_f", "final_norm")
+        # A tied head is stored as a copy of the embedding, padded so that all ranks have equal
+        # shapes.
         tied = "head.weight" not in self.rows.entries
         name = "embedding.weight" if tied else "head.weight"
-        rows = self._mine(_padded(self.sizes.vocab_size, self.grid.tp))
+        rows = self._local_range(_padded(self.sizes.vocab_size, self.grid.tp))
         shape = (rows[1] - rows[0], self.sizes.hidden_size)
         yield build_item(
             "lm_head.weight", self.dtype, shape, [TensorRange(name, rows)], self.rows
@@ -146,10 +151,10 @@ class Rank:
 
     def _attention(self, theirs: str, ours: str) -> Iterator[Item]:
         sizes, tp = self.sizes, self.grid.tp
-        queries = self._mine(sizes.num_heads * sizes.head_dim)
+        queries = self._local_range(sizes.num_heads * sizes.head_dim)
         if sizes.num_kv_heads >= tp:
-            keys = self._mine(sizes.num_kv_heads * sizes.head_dim)
-        else:  # several ranks have the same head
+            keys = self._local_range(sizes.num_kv_heads * sizes.head_dim)
+        else:  # several ranks store the same key/value head
             head = self._tp_rank * sizes.num_kv_heads // tp
             keys = (head * sizes.head_dim, (head + 1) * sizes.head_dim)
         shares = [
@@ -161,7 +166,7 @@ class Rank:
         yield from self.linears.cache_items(theirs, f"{ours}.qkv")
 
     def _mlp(self, theirs: str, ours: str) -> Iterator[Item]:
-        width = self._mine(self.sizes.ffn_size)
+        width = self._local_range(self.sizes.ffn_size)
         halves = {"fc": "fc1.gate", "gate": "fc1.up"} if self.sizes.is_gated else {"fc": "fc1"}
         for their_name, name in halves.items():
             yield from self._by_outputs(
@@ -170,22 +175,24 @@ class Rank:
         yield from self._by_inputs(f"{theirs}.proj", f"{ours}.fc2", width)
 
     def _experts(self, theirs: str, ours: str) -> Iterator[Item]:
-        width, sizes = self._mine(self.sizes.ffn_size), self.sizes
-        first, second = [], []
+        width, sizes = self._local_range(self.sizes.ffn_size), self.sizes
+        first_parts, second_parts = [], []
         for expert in range(sizes.num_experts):
             stem = f"{ours}.experts.{expert}"
-            first += [
+            first_parts += [
                 TensorRange(f"{stem}.fc1.{half}.weight", width) for half in ("up", "gate")
             ]
-            second.append(TensorRange(f"{stem}.fc2.weight", (0, sizes.hidden_size), width))
-        share, experts = width[1] - width[0], sizes.num_experts
+            second_parts.append(
+                TensorRange(f"{stem}.fc2.weight", (0, sizes.hidden_size), width)
+            )
+        local_width, experts = width[1] - width[0], sizes.num_experts
         shape = (experts, sizes.hidden_size)
         router = [full_range(self.rows, f"{ours}.router.weight")]
         yield build_item(f"{theirs}.router.weight", _ROUTER_DTYPE, shape, router, self.rows)
-        shape = (experts, 2 * share, sizes.hidden_size)
-        yield build_item(f"{theirs}.fc.weight", self.dtype, shape, first, self.rows)
-        shape = (experts, sizes.hidden_size, share)
-        yield build_item(f"{theirs}.proj.weight", self.dtype, shape, second, self.rows)
+        shape = (experts, 2 * local_width, sizes.hidden_size)
+        yield build_item(f"{theirs}.fc.weight", self.dtype, shape, first_parts, self.rows)
+        shape = (experts, sizes.hidden_size, local_width)
+        yield build_item(f"{theirs}.proj.weight", self.dtype, shape, second_parts, self.rows)
 
     def _norm(self, theirs: str, ours: str) -> Iterator[Item]:
         yield self._copy(f"{theirs}.weight", f"{ours}.weight", self.sizes.shift)
@@ -193,7 +200,7 @@ class Rank:
             yield self._copy(f"{theirs}.bias", f"{ours}.bias")
 
     def _by_outputs(self, theirs: str, shares: Sequence[MatrixSlice]) -> Iterator[Item]:
-        """List a linear whose outputs are split, and its bias, which is split too."""
+        """List a linear whose outputs are split, and its bias, which is split likewise."""
         yield from self.linears.items(theirs, shares)
         if f"{shares[0].stem}.bias" in self.rows.entries:
             parts = [TensorRange(f"{share.stem}.bias", share.rows) for share in shares]
@@ -201,7 +208,7 @@ class Rank:
             yield build_item(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
 
     def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
-        """List a linear whose inputs are split; its bias is not, the engine adds it once."""
+        """List a linear whose inputs are split, and its bias, which the engine adds once."""
         yield from self.linears.items(
             theirs, [MatrixSlice(ours, (0, self.sizes.hidden_size), columns)]
         )

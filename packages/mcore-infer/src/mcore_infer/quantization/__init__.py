@@ -1,1 +1,1 @@
-"""Quantized matrices: made, written to folders, read, and multiplied."""
+"""Quantization: rounds matrices, writes and reads quantized folders, multiplies codes."""

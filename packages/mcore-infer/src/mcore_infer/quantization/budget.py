@@ -1,8 +1,8 @@
 """Mixed precision: chooses the bits of each matrix by measured errors within one budget.
 
-Every matrix starts with the fewest bits. Repeatedly, the matrix whose next step to more bits
-removes the most squared error per bit of memory takes that step, while the budget lasts. The
-error is the relative error of the matrix's output, from second moments of its inputs.
+Every matrix starts with the fewest bits. Then, while the budget allows it, more bits go to the
+matrix where they remove the most squared error per bit of memory. The error is the relative
+error of the matrix's output, computed from second moments of its inputs.
 """
 
 import math
@@ -18,7 +18,7 @@ _WIDE_BITS = 16.0
 
 
 class Candidate(NamedTuple):
-    """A method and layout for a matrix."""
+    """A method and a layout that a matrix may get."""
 
     method: str
     """Name in ``METHODS``."""
@@ -29,7 +29,7 @@ def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int
     """Raise ValueError for a budget below the fewest bits, before calibration.
 
     Args:
-        matrices: of the model.
+        matrices: matrices to quantize.
         budget: bits of a weight on average, scales included.
         group_size: see ``choose_candidates``.
     """
@@ -57,10 +57,10 @@ def choose_candidates(
     """Choose four bits, fp8 or no rounding for each matrix.
 
     Args:
-        matrices: to choose for.
-        seen: their inputs.
+        matrices: matrices to choose for.
+        seen: statistics of the inputs of each matrix, by path.
         budget: bits of a weight on average, scales included.
-        group_size: inputs that share a scale, of four bits; 0: 128.
+        group_size: inputs that share a scale of four-bit codes; 0: 128.
 
     Returns:
         Candidates by path; matrices that stay in 16 bits are left out.
@@ -80,7 +80,7 @@ def choose_candidates(
 
 
 def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
-    """Return the candidates, and the bits of a number for each and for no rounding."""
+    """Return the candidates, and the bits of a weight for each and for no rounding."""
     candidates = [
         Candidate("gptq", find_layout("W4A16_AWQ", group_size)),
         Candidate("fp8", find_layout("FP8")),
@@ -88,13 +88,14 @@ def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
     bits = [4 + 32 / candidates[0].layout.group[1], 8.0, _WIDE_BITS]
     if bits[0] >= bits[1]:
         raise ValueError(
-            f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
+            f"--group-size {group_size} makes four-bit codes and scales as large as fp8: use "
+            "16 or more."
         )
     return candidates, bits
 
 
 def _problem(matrix: FusedMatrix, layout: QuantLayout) -> bool:
-    """Whether a layout cannot hold a matrix."""
+    """Whether a layout cannot represent a matrix."""
     rows = [(end - begin, matrix.weight.shape[1]) for _, begin, end in matrix.members]
     return any(layout.problem(shape) for shape in rows)
 
@@ -118,18 +119,22 @@ def allocate(
     """Choose an option for each matrix, greedily reducing the sum of squared errors.
 
     Args:
-        errors: of each matrix under each option; infinite: not possible.
+        errors: error of each matrix under each option; infinite: the option is not possible.
         sizes: number of weights of each matrix.
         bits: bits of a weight under each option, ascending.
         budget: bits of a weight on average.
+
+    Raises:
+        ValueError: if the fewest bits of all matrices exceed the budget.
     """
     chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]
-    left = budget * sum(sizes)
-    left -= sum(size * bits[i] for size, i in zip(sizes, chosen, strict=True))
-    if left < 0:
-        least = budget - left / sum(sizes)
+    free_bits = budget * sum(sizes)
+    free_bits -= sum(size * bits[i] for size, i in zip(sizes, chosen, strict=True))
+    if free_bits < 0:
+        fewest = budget - free_bits / sum(sizes)
         raise ValueError(
-            f"--budget {budget:g} is below {least:.3g}, the fewest bits for this model."
+            f"--budget {budget:g} is below {fewest:.3g}, the fewest bits for this model: give "
+            "more."
         )
     while True:
         best, gain = -1, 0.0
@@ -138,7 +143,7 @@ def allocate(
             if option + 1 == len(bits):
                 continue
             cost = size * (bits[option + 1] - bits[option])
-            if cost > left:
+            if cost > free_bits:
                 continue
             # Squared error removed per bit of memory.
             benefit = (row[option] ** 2 - row[option + 1] ** 2) / cost
@@ -147,5 +152,5 @@ def allocate(
         if best < 0:
             return chosen
         option = chosen[best]
-        left -= sizes[best] * (bits[option + 1] - bits[option])
+        free_bits -= sizes[best] * (bits[option + 1] - bits[option])
         chosen[best] += 1

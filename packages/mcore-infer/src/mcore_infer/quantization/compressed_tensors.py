@@ -1,7 +1,7 @@
 """Writes quantized folders of compressed-tensors, which vLLM and transformers load.
 
-``mcore_ckpt.formats.compressed_forms`` describes the formats. They store no scales of inputs;
-``folded_scales`` multiplies them into the previous layer.
+``mcore_ckpt.formats.compressed_forms`` describes the formats. The formats do not store scales
+of inputs; ``folded_scales`` multiplies such scales into the previous layer.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -36,16 +36,16 @@ from mcore_infer.quantization.unified_folder import hf_config, quantized, write_
 from mcore_models.logical_tensors import head_dim, is_gated, num_kv_heads
 
 _VERSION = "0.13.0"
-"""First release of compressed-tensors that reads every format here."""
+"""First release of compressed-tensors that reads every format that this module writes."""
 
 
 def _form_of(layout: QuantLayout) -> CompressedForm:
     form = form_of(layout)
     if form is None:
-        known = ", ".join(known.algo for known in LAYOUTS.values() if form_of(known))
+        supported = ", ".join(each.algo for each in LAYOUTS.values() if form_of(each))
         raise ValueError(
-            f"--format compressed-tensors has no format for {layout.algo}, only for {known}. "
-            "Use --format hf-quant."
+            f"--format compressed-tensors has no format for {layout.algo}, only for "
+            f"{supported}. Use --format hf-quant."
         )
     return form
 
@@ -53,29 +53,29 @@ def _form_of(layout: QuantLayout) -> CompressedForm:
 def write_compressed_tensors(
     folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
 ) -> str:
-    """Write a folder of compressed-tensors; return its format.
+    """Write a quantized source as a folder of compressed-tensors; return the folder's format.
 
     Args:
         folder: an empty folder.
-        source: a quantized folder, opened.
-        max_shard_bytes: most bytes of tensors in one file.
+        source: opened quantized folder.
+        max_shard_bytes: limit of the bytes of tensors in one file.
         watch: called once with all tensors.
 
     Raises:
         ValueError: if the source is not quantized, compressed-tensors has no format for its
-            layout, or scales of its inputs cannot be folded.
+            layout, or the scales of inputs cannot be folded.
     """
     widened = quantized(source, "compressed-tensors")
     if widened.plan.layers:
         raise ValueError(
-            "--format compressed-tensors has one layout for all modules, and this folder is "
-            f"{widened.plan.algo}. Use --format hf-quant."
+            "--format compressed-tensors has one layout for all modules, but this folder has "
+            f"several ({widened.plan.algo}). Use --format hf-quant."
         )
     form = _form_of(widened.plan.layout)
     shift = float(source.description["config"].get("apply_layernorm_1p", False))
     stored = _FoldedTensors(widened.stored, folded_scales(widened, source.description), shift)
     items: list[Item] = []
-    left = ["lm_head"]
+    unquantized = ["lm_head"]
     for name, entry in stored.entries.items():
         module, _, kind = name.rpartition(".")
         if kind in SCALES:
@@ -88,9 +88,10 @@ def write_compressed_tensors(
         else:
             items.append(_copy(name, stored))
             is_linear = kind == "weight" and len(entry.shape) == 2 and "embed" not in name
-            left += [module] if is_linear and module not in left else []
+            if is_linear and module not in unquantized:
+                unquantized.append(module)
     config = hf_config(source)
-    config["quantization_config"] = _config(form, left, kv_cache=widened.plan.kv_cache)
+    config["quantization_config"] = _config(form, unquantized, kv_cache=widened.plan.kv_cache)
     write_hf_folder(folder, config, watch(items), max_shard_bytes)
     write_tokenizer(folder, source)
     return form.format
@@ -119,7 +120,7 @@ def _config(form: CompressedForm, ignore: list[str], *, kv_cache: bool) -> dict[
 def _module_items(
     module: str, widened: WidenedRows, stored: Rows, form: CompressedForm
 ) -> list[Item]:
-    """List the tensors of one quantized matrix."""
+    """List the tensors that store one quantized matrix."""
     shape = widened.entries[f"{module}.weight"].shape
     code, name = widened.plan.layout.code, f"{module}.weight"
     scale = f"{module}.{WEIGHT_SCALE}"
@@ -161,7 +162,7 @@ def _copy(name: str, stored: Rows, new: str = "") -> Item:
 def _scale(
     name: str, stored: Rows, old: str, shape: tuple[int, ...], *, inverse: bool = False
 ) -> Item:
-    """List a scale, reshaped and in float32."""
+    """Return the item of a scale, reshaped and in float32."""
     return Item(name, "F32", shape, partial(_reshaped, stored, old, inverse))
 
 
@@ -176,11 +177,12 @@ def _shape(shape: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterator[Tensor]:
-    """Pack codes along the inputs as unsigned numbers, the first in the lowest bits."""
-    tall = 2 if code == "int4" else 1
+    """Yield codes packed into 32-bit words along the inputs, the first code lowest."""
+    outputs_per_row = 2 if code == "int4" else 1
     bits = 4 if code == "int4" else 8
+    # The format stores signed codes plus an offset, as unsigned numbers.
     per_word, offset = 32 // bits, 1 << (bits - 1)
-    for begin, stop in row_groups((shape[0] // tall, tall * shape[1])):
+    for begin, stop in row_groups((shape[0] // outputs_per_row, outputs_per_row * shape[1])):
         codes = unpack(stored.rows(name, begin, stop), code).to(torch.int64) + offset
         codes = torch.nn.functional.pad(codes, (0, -shape[1] % per_word))
         shifts = bits * torch.arange(per_word)
@@ -189,21 +191,21 @@ def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterat
 
 
 class _FoldedTensors:
-    """A folder's tensors; some are multiplied by a factor for each row, in float32.
+    """Reads a folder's tensors, and multiplies some by a factor for each row, in float32.
 
-    ``shift`` is what gains of norms are stored without.
+    Gains of norms are stored minus ``shift``.
     """
 
-    def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
-        self._under, self._factors, self._shift = under, factors, shift
+    def __init__(self, stored: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
+        self._stored, self._factors, self._shift = stored, factors, shift
         self.entries = {
             name: TensorEntry(entry.shape, "F32", ()) if name in factors else entry
-            for name, entry in under.entries.items()
+            for name, entry in stored.entries.items()
         }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows and multiply them by their factors."""
-        values = self._under.rows(name, begin, stop)
+        """Read rows, multiplied by their factors."""
+        values = self._stored.rows(name, begin, stop)
         if name not in self._factors:
             return values
         factor = self._factors[name][begin:stop]
@@ -224,11 +226,10 @@ _AFTER_NORM = {
 def folded_scales(
     widened: WidenedRows, description: Mapping[str, Any]
 ) -> dict[str, Float[Tensor, " F"]]:
-    """Return the factors on rows of tensors that replace the scales of inputs.
+    """Convert the scales of inputs to factors on rows of tensors of the previous layers.
 
     Returns:
-        A factor for each row, by name of a gain, of a ``weight_scale``, or of the module's
-        bias.
+        A factor for each row, by the name of the tensor: a gain, a ``weight_scale`` or a bias.
 
     Raises:
         ValueError: if a scale cannot be folded into the previous layer.
@@ -247,7 +248,7 @@ def folded_scales(
             raise _refusal(name, why)
         factor = _factor(module, target, scale, description)
         if target in factors and not torch.equal(factors[target], factor):
-            raise _refusal(name, "another reader of the same norm has a different scale")
+            raise _refusal(name, "another linear after the same norm has a different scale")
         factors[target] = factor
         bias = f"{target.rpartition('.')[0]}.bias"
         if bias in widened.stored.entries:
@@ -258,14 +259,14 @@ def folded_scales(
 def layer_before(
     module: str, names: Container[str], description: Mapping[str, Any], *, kv_cache: bool
 ) -> tuple[str, str]:
-    """Return the tensor whose rows can take the scale of a module's inputs, or why none can.
+    """Return the tensor into whose rows the scale of a module's inputs can be folded.
 
     Args:
         module: module of a Hugging Face folder.
         names: the folder's tensors, including scales of quantized modules.
-        description: of the model.
-        kv_cache: whether the folder has scales of a cache; a factor on values would change
-            them.
+        description: description of the model.
+        kv_cache: whether the folder has scales of a cache, which a factor on values would
+            make wrong.
 
     Returns:
         Name of a gain or of a ``weight_scale``, and an empty text; or an empty name and the
@@ -284,31 +285,34 @@ def layer_before(
     is_plain_gate = is_gated(config) and not (
         config.activation_func_clamp_value or config.glu_linear_offset
     )
-    if part == "mlp" and inside.endswith("down_proj") and is_plain_gate:  # experts' too
+    if part == "mlp" and inside.endswith("down_proj") and is_plain_gate:  # also of experts
         target = f"{module.removesuffix('down_proj')}up_proj.{WEIGHT_SCALE}"
     elif inside == "o_proj" and not kv_cache:
         target = f"{layer}.self_attn.v_proj.{WEIGHT_SCALE}"
     else:
-        return "", "no previous layer can take it"
+        return "", "no previous layer can apply it"
     return (target, "") if target in names else ("", "the previous layer is not quantized")
 
 
 def _factor(
     module: str, target: str, scale: Tensor, description: Mapping[str, Any]
 ) -> Float[Tensor, " F"]:
-    """Return the factor on the rows of a target, from the scale of a module's inputs."""
+    """Return the factor on the rows of a target tensor, from the scale of a module's inputs.
+
+    Query heads of one value head read the same values, so that their scales must be equal.
+    """
     if not target.endswith(f"v_proj.{WEIGHT_SCALE}"):
         return scale
     config = settings(description)
     heads = scale.view(num_kv_heads(config), -1, head_dim(config))
     if not torch.equal(heads, heads[:, :1].expand_as(heads)):
-        raise _refusal(module, "query heads of one value head differ")
+        raise _refusal(module, "query heads of one value head have different scales")
     return heads[:, 0].reshape(-1)
 
 
 def _refusal(name: str, why: str) -> ValueError:
     return ValueError(
-        f"{name} multiplies inputs, which --format compressed-tensors does not store, and it "
+        f"{name} is a scale of inputs, which --format compressed-tensors does not store, and "
         f"cannot be folded into the previous layer: {why}. Use --format hf-quant, or quantize "
         "with another --method."
     )

@@ -1,7 +1,8 @@
-"""A gated MLP with quantized weights whose activation is computed as its results are rounded.
+"""A gated MLP with quantized weights that computes and rounds its activation in one kernel.
 
-One kernel reads gates and up-projections and writes the codes that the second GEMM multiplies.
-Two would write the product in 16 bits and read it again. The codes are the same bits.
+The kernel reads gates and up-projections and writes the codes that the second GEMM multiplies.
+Separate kernels would write the product in 16 bits and read it again. The codes are equal to
+the last bit.
 """
 
 from jaxtyping import Float
@@ -16,10 +17,10 @@ from mcore_parallel.tensor_parallel.linear import RowParallelLinear
 
 
 class RoundedGatedMLP(MLP):
-    """``MLP`` without gradients, in place of one whose fc2 is quantized."""
+    """Gated MLP without gradients, whose fc2 has a quantized weight."""
 
     def __init__(self, mlp: MLP) -> None:
-        """Share the linears of an MLP that ``round_gates_`` replaces."""
+        """Use the linears of ``mlp``, which this module replaces."""
         nn.Module.__init__(self)
         self.network, self.fc1, self.fc2 = mlp.network, mlp.fc1, mlp.fc2
         self.train(mlp.training)
@@ -27,7 +28,7 @@ class RoundedGatedMLP(MLP):
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
         fc2, hidden, activation = self.fc2, self.fc1(x), self.network.activation
-        # Adapters replace fc2, and what observes it has hooks.
+        # Adapters replace fc2, and observers of its inputs add hooks: both need its forward.
         is_plain = type(fc2) is RowParallelLinear
         if not is_plain or fc2._forward_hooks or fc2._forward_pre_hooks:
             return fc2(self._activate(hidden))
@@ -38,7 +39,7 @@ class RoundedGatedMLP(MLP):
 
 
 def round_gates_(model: nn.Module) -> None:
-    """Replace the MLPs of a model whose activation can be computed with the rounding."""
+    """Replace MLPs by ``RoundedGatedMLP`` where the kernel supports them, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is MLP and _rounds_gates(child):

@@ -1,9 +1,9 @@
 """GEMMs of linears with quantized weights.
 
-``QuantizedGemm`` keeps a weight as packed codes and multiplies on a GPU: few rows by a kernel
-that reads the codes, many rows by fp8 or int8 tensor cores if the method rounds inputs, else
-with a temporarily decoded weight. ``RoundedInputs`` is the reference on any device: a decoded
-weight of the same values, with inputs rounded by the method.
+``QuantizedGemm`` stores a weight as packed codes and multiplies on a GPU: few rows by a kernel
+that reads the codes, many rows by fp8 or int8 tensor cores if the method rounds inputs, and
+otherwise with a temporarily decoded weight. ``RoundedInputs`` is the reference on any device:
+it multiplies inputs that are rounded by the method with a decoded weight of the same values.
 """
 
 from abc import ABC, abstractmethod
@@ -34,12 +34,12 @@ have one calibrated scale: about where tensor cores win on an H100. Only these c
 whether inputs are rounded, never a measured time, so a model's results do not vary. Powers of
 two, like the sizes of recorded steps."""
 _MULTIPLE = 16
-"""Sizes of tensor core GEMMs are multiples of it."""
+"""Sizes of tensor core GEMMs must be multiples of this number."""
 
 
 _RUNS = 5
 _BEYOND_CACHE = 512 * 2**20
-"""Bytes that are cleared before each timed run, to evict the weight from the cache."""
+"""Bytes that are set to zero before each timed run, to evict the weight from the cache."""
 _CLEARED = 4
 """Number of clears: 0.6 ms on an H200, in which the host launches all kernels of a run."""
 
@@ -70,8 +70,9 @@ class InputRounding:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.input_scale is None:
             largest = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-            # Division by a Python number is a multiplication by its inverse on a GPU. The error
-            # of one bit would move the many 16-bit inputs that lie half-way between two codes.
+            # Divide by a tensor: on a GPU, dividing by a Python number multiplies by its
+            # inverse, and the error of one bit would round differently the many 16-bit inputs
+            # that lie half-way between two codes.
             scale = largest / wide.new_full((), limit)
         else:
             scale = self.input_scale.to(wide)
@@ -86,7 +87,7 @@ def spread_scales(
     Args:
         scales: one for each group of outputs and inputs.
         group: outputs and inputs that share a scale; 0: all.
-        shape: of the weight, ``(F, D)``; the last groups may be cut.
+        shape: shape of the weight, ``(F, D)``; the last groups may be incomplete.
     """
     tall, wide = (count or size for count, size in zip(group, shape, strict=True))
     rows = scales.repeat_interleave(tall, 0)[: shape[0]]
@@ -131,7 +132,7 @@ class _Forward(ABC):
 
 def _refuse() -> NoReturn:
     raise RuntimeError(
-        "a quantized model has no gradients: train the model that it was made from."
+        "a quantized model has no gradients: train the model from which it was made."
     )
 
 
@@ -146,14 +147,14 @@ class RoundedInputs(_Forward):
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
         """Return the product, and nothing for backward."""
         rounded = self.rounding.rounded(self.rounding.smoothed(x.flatten(0, -2)))
-        if self.rounding.pre_quant_scale is not None:  # the weight includes it
+        if self.rounding.pre_quant_scale is not None:  # the decoded weight includes the factor
             rounded = rounded / self.rounding.pre_quant_scale.to(x.dtype)
         return PLAIN_GEMM.forward(rounded.view(x.shape), weight, bias)[0], ()
 
 
 @dataclass(eq=False)
 class TileChoices:
-    """The fastest candidates so far, for the linears that share this object."""
+    """Measures and remembers the fastest candidates, for the linears that share this object."""
 
     found: dict[Any, int] = field(default_factory=dict)
     """Index of the fastest candidate, by key."""
@@ -172,13 +173,13 @@ class TileChoices:
         """Return the fastest candidate for inputs like ``x``; waits for the device once.
 
         Args:
-            key: everything that the time depends on, except the number of rows.
-            candidates: the first must work on every GPU.
+            key: everything on which the time depends, except the number of rows.
+            candidates: ways to multiply; the first must work on every GPU.
             x: input rows.
         """
         key = (*key, 1 << (x.shape[0] - 1).bit_length())
         if key not in self.found:
-            if torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():  # timing would break the capture
                 return candidates[0]
             times = [_milliseconds(candidate, x) for candidate in candidates]
             self.found[key] = times.index(min(times))
@@ -209,7 +210,7 @@ def _milliseconds(candidate: Candidate, x: Tensor) -> float:
 
 @dataclass(frozen=True)
 class QuantizedGemm(_Forward):
-    """Multiplies with a packed weight on a GPU."""
+    """Multiplies inputs with a packed weight on a GPU."""
 
     layout: QuantLayout
     """Layout of codes and scales."""
@@ -236,7 +237,7 @@ class QuantizedGemm(_Forward):
         return y if bias is None else y + bias, ()
 
     def keeps_digits(self, num_rows: int) -> bool:
-        """Whether this number of rows uses the kernel that reads codes and rounds no inputs."""
+        """Whether this number of rows is multiplied without rounding inputs, by ``_few``."""
         kind = (self.rounding.code, self.rounding.input_scale is not None)
         return num_rows <= _MOST_UNROUNDED.get(kind, _MOST_FEW)
 
@@ -327,10 +328,12 @@ class QuantizedGemm(_Forward):
         """
         from mcore_infer.quantization.kernels import rounded_rows
 
-        known = self.rounding.input_scale
-        # torch's int8 GEMM takes more than 16 rows.
+        calibrated = self.rounding.input_scale
+        # torch's int8 GEMM needs more than 16 rows.
         multiple = 32 if code == "int8" and x.shape[0] < 32 else _MULTIPLE
-        codes, scale = rounded_rows(x, code, known, activation=activation, multiple=multiple)
+        codes, scale = rounded_rows(
+            x, code, calibrated, activation=activation, multiple=multiple
+        )
         columns = self._column_scales
         if code == "int8":
             total = torch._int_mm(codes, self.packed.t())[: x.shape[0]]
@@ -343,7 +346,7 @@ class QuantizedGemm(_Forward):
 
     @cached_property
     def _column_scales(self) -> Float[Tensor, "1 F"]:
-        """One scale for each output; cached, since expanding it costs a kernel launch."""
+        """One scale for each output; cached, because expanding scales costs a kernel launch."""
         return self.scales.view(1, -1).expand(1, self.packed.shape[0]).contiguous()
 
     def _has_kernels(self, dtype: torch.dtype) -> bool:

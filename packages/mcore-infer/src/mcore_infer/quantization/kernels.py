@@ -2,8 +2,7 @@
 
 ``widened`` decodes a weight for GEMMs of many rows. ``rounded_rows`` rounds inputs to
 codes for fp8 and int8 tensor cores, by each row's largest magnitude or by a calibrated scale,
-and computes a gated activation before.
-Imported only if tensors are on a GPU.
+and can compute a gated activation before rounding. Imported only if tensors are on a GPU.
 """
 
 from typing import no_type_check
@@ -84,7 +83,7 @@ def _round_row(
     KIND: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # One program: one row, read once, kept in registers between its maximum and its rounding.
+    # One program: one row, read once. It stays in registers between maximum and rounding.
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     inside = lane < D
@@ -101,7 +100,7 @@ def _round_row(
         top = tl.max(tl.abs(wide), 0)
         scale = tl.div_rn(tl.maximum(top, 7.888609052210118e-31), LIMIT)  # 2 ** -100
     code = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -LIMIT), LIMIT)
-    if not IS_FLOAT:  # ties to even: adding 1.5 * 2 ** 23 leaves no bits for fractions
+    if not IS_FLOAT:  # round half to even: adding 1.5 * 2 ** 23 leaves no bits for fractions
         code = (code + 12582912.0) - 12582912.0
     tl.store(codes + row * D + lane, code.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
@@ -120,9 +119,10 @@ def rounded_rows(
     Args:
         x: inputs; with an activation gates, then up-projections.
         code: ``e4m3`` or ``int8``.
-        scale: of all rows, float32; None: of each row, from its largest magnitude.
-        activation: of gates, whose product with the up-projections is rounded; empty: x is.
-        multiple: rows of the results are padded to a multiple of it with undefined rows.
+        scale: scale of all rows, float32; None: each row's scale, from its largest magnitude.
+        activation: function of the gates, whose product with the up-projections is rounded;
+            empty: round ``x`` itself.
+        multiple: results are padded with undefined rows to a multiple of this number.
     """
     x, width = x.contiguous(), x.shape[1] // (2 if activation else 1)
     rows = -(-x.shape[0] // multiple) * multiple

@@ -1,9 +1,9 @@
-"""Reads quantized folders into a model's linears.
+"""Loads quantized folders into a model's linears.
 
 On a GPU a linear keeps the packed codes of the file. Embeddings, experts, latent attention's
 up-projection and weights that the kernels do not support are decoded. On a CPU every weight is
 decoded, and inputs are rounded by the method, so that a model computes the same on all devices.
-Under tensor parallelism a rank holds its shard of codes and scales.
+Under tensor parallelism a rank has its shard of the codes and scales.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Linear = ColumnParallelLinear | RowParallelLinear
 _READ_DIRECTLY = "kv_up"
-"""Linear whose weight latent attention reads directly."""
+"""Name of the linear whose weight latent attention reads without the linear's GEMM."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankScales:
     group: tuple[int, int]
     """Outputs and inputs that share a scale; 0: all."""
     rounding: InputRounding
-    """Of inputs."""
+    """Rounding of the linear's inputs."""
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
@@ -70,7 +70,7 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
     """Read the scales of all linears that a folder quantizes; no communication.
 
     Returns:
-        By path; weights whose shard borders cut groups are left out.
+        Scales by path, without the weights whose shard borders cut groups.
     """
     scales_of = {}
     for path, linear in linears(model).items():
@@ -80,8 +80,8 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
             scales = _rank_scales(parts, folder) if has_one_layout else None
             if scales is None:
                 log.warning(
-                    "%s is decoded, not multiplied by its codes: shard borders cut its groups, "
-                    "or its parts have different layouts.",
+                    "%s is decoded instead of multiplied by its codes: shard borders cut its "
+                    "groups, or its parts have different layouts.",
                     path,
                 )
             else:
@@ -103,7 +103,7 @@ def _rank_scales(parts: list[Part], folder: QuantizedFolder) -> RankScales | Non
             scales = scales[:, column // wide : -(-(column + columns) // wide)]
         pre = None if pre is None else pre[column : column + columns]
         if pre is not None and bool((pre == 1).all()):
-            pre = None  # folded into the previous layer
+            pre = None  # the scale was folded into the previous layer
         slices.append(replace(matrix, scales=scales, pre_quant_scale=pre))
     if layout.problem((sum(p.logical_lengths[0] for p in parts), parts[0].logical_lengths[1])):
         return None
@@ -121,7 +121,7 @@ def _rank_scales(parts: list[Part], folder: QuantizedFolder) -> RankScales | Non
         spread = []
         for scales, part in zip(part_scales, parts, strict=True):
             (row, _), (rows, _) = part.offsets, part.logical_lengths
-            if tall:  # the part may begin inside a group
+            if tall:  # the part may begin inside a group: drop the rows before it
                 spread.append(scales.repeat_interleave(tall, 0)[row % tall :][:rows])
             else:
                 spread.append(scales.expand(rows, -1))
@@ -151,7 +151,7 @@ def _rounding(parts: list[MatrixPart]) -> InputRounding:
 
 
 def _rounded_to(layout: QuantLayout) -> Code | Literal[""]:
-    # 4-bit inputs need hardware that is not supported here: inputs are not rounded.
+    # There is no GEMM of 4-bit inputs: inputs of this layout are not rounded.
     return "" if layout.inputs == "e2m1" else layout.inputs
 
 
@@ -172,9 +172,9 @@ def pack_weights_(
     """Load the codes of linears from the folder, one linear at a time.
 
     Args:
-        model: the weights of these linears are on the meta device.
-        scales: by path of the linears.
-        load: fills shards from the folder; all ranks that share the model call it.
+        model: model in which the weights of these linears are on the meta device.
+        scales: scales by path of the linears.
+        load: fills shards from the folder; all ranks that share the model make this call.
         device: device of the codes.
     """
     choices = TileChoices()
@@ -183,15 +183,18 @@ def pack_weights_(
             continue
         shape = tuple(linear.weight.shape)
         linear.weight = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
-        weight = named_shards(linear)
+        shards = named_shards(linear)
         names = {p.name.removeprefix(f"{path}.") for p in logical_parts(path, linear)}
-        load({f"{path}.{name}": weight[name] for name in names})
+        load({f"{path}.{name}": shards[name] for name in names})
         pack_(linear, scales[path], choices)
     round_gates_(model)
 
 
 def pack_(linear: Linear, scales: RankScales, choices: TileChoices) -> None:
-    """Replace a linear's decoded weight by the codes that its values and scales determine."""
+    """Replace a linear's decoded weight by a GEMM with codes, in place.
+
+    The codes are computed from the decoded weight and the scales.
+    """
     weight, device = linear.weight.detach(), linear.weight.device
     layout, group = scales.layout, scales.group
     rounding, factors = _to(scales.rounding, device), scales.scales.to(device)
@@ -200,25 +203,26 @@ def pack_(linear: Linear, scales: RankScales, choices: TileChoices) -> None:
     full = spread_scales(factors, group, weight.shape)
     packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
     linear.gemm = QuantizedGemm(layout, packed, factors, group, rounding, choices)
-    # A tensor of the weight's shape without memory, for callers that read shapes.
+    # Keep a tensor with the weight's shape, but without its memory, for callers that read the
+    # shape.
     placeholder = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
     linear.weight = nn.Parameter(placeholder, requires_grad=False)
 
 
 def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
-    """Pack all linears of a model by the largest magnitudes of their weights; no calibration.
+    """Quantize all linears of a model in place, by rounding to nearest without calibration.
 
-    For benchmarks with random weights: a calibrated input scale is 0.05.
+    For benchmarks with random weights: a layout with a calibrated input scale gets 0.05.
     """
     choices = TileChoices()
     for path, linear in linears(model).items():
         if path.endswith(_READ_DIRECTLY) or layout.problem(tuple(linear.weight.shape)):
             continue
-        chosen = layout.scales(linear.weight.detach())
+        weight_scales = layout.scales(linear.weight.detach())
         code = _rounded_to(layout)
         scale = torch.tensor(0.05) if layout.input_scale and code else None
         rounding = InputRounding(code, scale)
-        scales = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
+        scales = RankScales(layout, layout.wide_scales(weight_scales), layout.group, rounding)
         pack_(linear, scales, choices)
     round_gates_(model)
 
@@ -245,5 +249,5 @@ def is_quantized(folder: Path) -> bool:
     from mcore_ckpt.formats.recognition import QUANT_CONFIG
 
     config = folder / "config.json"
-    is_named = config.is_file() and "quantization_config" in config.read_text(encoding="utf-8")
-    return is_named or (folder / QUANT_CONFIG).is_file()
+    is_in_config = config.is_file() and "quantization_config" in config.read_text("utf-8")
+    return is_in_config or (folder / QUANT_CONFIG).is_file()

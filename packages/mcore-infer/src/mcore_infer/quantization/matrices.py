@@ -1,8 +1,8 @@
-"""Chooses the matrices of a model to quantize, with their names and the scales that they share.
+"""Chooses the matrices of a model to quantize, with the names of their tensors in the folder.
 
-A fused matrix is multiplied in one GEMM: queries, keys and values, a gate with its
-up-projection, one expert's pair. Its members are tensors of the Hugging Face folder; they share
-per-tensor scales and the statistics of their input.
+A fused matrix is multiplied in one GEMM: queries, keys and values; a gate with its
+up-projection; the same pair of one expert. Its members are tensors of the Hugging Face folder,
+which share per-tensor scales and the statistics of their input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParal
 
 _WEIGHT = ".weight"
 _WHY = {
-    "head": "scores the vocabulary: its errors reach every token",
-    "router": "chooses experts: another choice is no rounding error",
+    "head": "computes logits: its errors affect every token",
+    "router": "chooses experts: an error could choose other experts",
     "embedding": "is looked up, not multiplied",
 }
 
@@ -37,9 +37,9 @@ class Member(NamedTuple):
     module: str
     """Name of the tensor without ``.weight``."""
     begin: int
-    """First row in the fused matrix."""
+    """First row of the member in the fused matrix."""
     end: int
-    """One past its last row."""
+    """One past the last row of the member."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,23 @@ class FusedMatrix:
     """A matrix that is quantized as a unit."""
 
     path: str
-    """Path of its layer; for experts also the number of the expert."""
+    """Path of the linear in the model; for experts also the number of the expert."""
     layer: int
     """Global number of the block; -1: outside of blocks."""
     weight: Tensor
     """``[F, D]``; writing to it changes the model."""
     members: tuple[Member, ...]
     norm: RMSNorm | LayerNorm | None
-    """The norm whose output is the input of this matrix only; None: no such norm."""
+    """The norm whose output is the input of this matrix and of no other; None: no such norm."""
     value_heads: tuple[int, int] = (0, 0)
-    """Heads of values, and channels of each, if the input is attention's output; else (0,
-    0)."""
+    """Number of value heads and channels of each, if the input is attention's output; else
+    (0, 0)."""
 
     def shared(self, tops: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
-        """Replace numbers of query heads with the same values by the largest of them.
+        """Make numbers of input channels equal for all query heads that share a value head.
 
-        A scale of the inputs can then be folded into the rows of ``v_proj``.
+        Takes the largest number of these heads, so that a scale of the inputs can be folded
+        into the rows of ``v_proj``. Other matrices' numbers do not change.
         """
         if not self.value_heads[0]:
             return tops
@@ -91,15 +92,18 @@ def select(
     """Choose the matrices to quantize: all linears of the blocks, including experts.
 
     Args:
-        model: complete, on one rank.
-        links: pairs of the folder's tensors and ours.
+        model: complete model on one rank.
+        links: pairs of the folder's tensors and the model's.
         layout: format of the codes and scales.
         exclude: patterns of the folder's modules, or of fused matrices, to leave out.
         whole_blocks: leave out matrices that blocks of several rows do not divide.
+
+    Raises:
+        ValueError: if a pattern matches no module.
     """
-    taken = {name: link for link in links for name in link.ours}
+    links_by_name = {name: link for link in links for name in link.ours}
     chosen, left = [], {}
-    for fused in _fused(model, taken):
+    for fused in _fused(model, links_by_name):
         names = [member.module for member in fused.members]
         shapes = [(end - begin, fused.weight.shape[1]) for _, begin, end in fused.members]
         reason = next(filter(None, map(layout.problem, shapes)), "")
@@ -122,18 +126,19 @@ def select(
         left.setdefault(module, _reason(link))
     for pattern in exclude:
         if not any(fnmatchcase(n, pattern) for n in (*left, *(f.path for f in chosen))):
-            raise ValueError(f"--exclude-modules {pattern} fits no module of this model.")
+            raise ValueError(
+                f"--exclude-modules {pattern} matches no module of this model: correct the "
+                "pattern, or leave it out."
+            )
     return Selection(tuple(chosen), left)
 
 
 def _cut_block(shape: Sequence[int], layout: QuantLayout) -> str:
-    """Return which size is no multiple of the block size; empty: both are, or no blocks."""
+    """Return the reason if a size is not a multiple of the block size; empty: no reason."""
     if layout.group[0] > 1:
         for count, size, what in zip(shape, layout.group, ("outputs", "inputs"), strict=True):
             if count % size:
-                return (
-                    f"{count} {what} are not a multiple of {size}, and vLLM takes whole blocks"
-                )
+                return f"{count} {what} are not a multiple of {size}, as vLLM requires"
     return ""
 
 
@@ -142,17 +147,17 @@ def _reason(link: Link) -> str:
     reason = next((_WHY[word] for word in _WHY if word in words), "")
     if not reason and not link.is_plain:
         return "is stored transposed or interleaved in this family"
-    return reason or "is no linear that engines quantize"
+    return reason or "is not a linear that engines quantize"
 
 
-def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
+def _fused(model: nn.Module, links_by_name: Mapping[str, Link]) -> list[FusedMatrix]:
     matrices = []
     for path, module in model.named_modules():
         layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
         norm = _norm_before(model, path)
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             parts = module.layouts()["weight"].parts
-            members = _members(path, parts, taken)
+            members = _members(path, parts, links_by_name)
             heads = _value_heads(model, path)
             weight = module.weight.detach()
             matrices.append(FusedMatrix(path, layer, weight, members, norm, heads))
@@ -160,25 +165,31 @@ def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
             for name in ("fc1_weight", "fc2_weight"):
                 stacked, parts = getattr(module, name).detach(), module.layouts()[name].parts
                 for expert in range(stacked.shape[0]):
-                    mine = [part for part in parts if part.local_offsets[0] == expert]
-                    members = _members(path, mine, taken)
-                    own_path = f"{path}.{expert}.{name.removesuffix('_weight')}"
+                    expert_parts = [p for p in parts if p.local_offsets[0] == expert]
+                    members = _members(path, expert_parts, links_by_name)
+                    expert_path = f"{path}.{expert}.{name.removesuffix('_weight')}"
                     weight = stacked[expert]
-                    matrices.append(FusedMatrix(own_path, layer, weight, members, None))
+                    matrices.append(FusedMatrix(expert_path, layer, weight, members, None))
     return matrices
 
 
-def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tuple[Member, ...]:
-    """Return the folder's tensors that form a weight's rows; empty: they do not."""
+def _members(
+    path: str, parts: Sequence[Part], links_by_name: Mapping[str, Link]
+) -> tuple[Member, ...]:
+    """Return the folder's tensors that form a weight's rows.
+
+    Empty if a part of the weight is not the rows of one tensor of the folder.
+    """
     members: list[Member] = []
     for part in parts:
         name = f"{path}.{part.name}" if part.name else f"{path}{_WEIGHT}"
-        link = taken.get(name)
+        link = links_by_name.get(name)
         if link is None or not link.is_plain or not link.theirs.endswith(_WEIGHT):
             return ()
         begin = part.local_offsets[-2]
         end = begin + part.lengths[-2]
         module = link.theirs.removesuffix(_WEIGHT)
+        # Adjacent parts of one tensor are one member.
         if members and members[-1].module == module and members[-1].end == begin:
             members[-1] = Member(module, members[-1].begin, end)
         else:
@@ -187,7 +198,7 @@ def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tup
 
 
 def _value_heads(model: nn.Module, path: str) -> tuple[int, int]:
-    """Return the heads of values in a linear's inputs, and their channels; (0, 0): others."""
+    """Return number and size of value heads in a linear's inputs; (0, 0): other inputs."""
     block_path, _, name = path.rpartition(".")
     mixer = model.get_submodule(block_path)
     if name != "proj" or not isinstance(mixer, Attention):
@@ -196,7 +207,7 @@ def _value_heads(model: nn.Module, path: str) -> tuple[int, int]:
 
 
 def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
-    """Return the norm with a weight whose output only this linear reads; None: no such norm."""
+    """Return the norm whose output only this linear reads; None: no such norm with a weight."""
     block_path, _, name = path.rpartition(".")
     block_path, _, mixer = block_path.rpartition(".")
     feeds = {"attention": "qkv", "mlp": "fc1"}

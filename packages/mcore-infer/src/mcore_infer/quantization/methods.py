@@ -1,8 +1,8 @@
 """Methods of quantization: each takes a fused matrix and returns its codes and scales.
 
-Rounding to nearest; SmoothQuant, which moves a part of the inputs' range into the weight; AWQ,
-which scales important channels to a finer grid; GPTQ, which compensates each column's error in
-the columns after it.
+The methods are rounding to nearest; SmoothQuant, which moves a part of the inputs' range into
+the weight; AWQ, which scales important channels to a finer grid; and GPTQ, which compensates
+the error of each column in the columns after it.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class RoundedMatrix:
     pre_quant_scale: Float[Tensor, " D"] | None = None
     """Factor on each input channel before the GEMM; None: no factor."""
     input_amax: Float[Tensor, ""] | None = None
-    """Largest magnitude of the scaled inputs; None: as observed."""
+    """Largest magnitude of the scaled inputs; None: the observed largest magnitude."""
     folded: Float[Tensor, " D"] | None = None
     """Factor moved from the previous norm into the weight; None: no factor."""
 
@@ -42,38 +42,40 @@ class RoundedMatrix:
 def round_to_nearest(
     matrix: FusedMatrix, layout: QuantLayout, weight: Float[Tensor, "F D"] | None = None
 ) -> RoundedMatrix:
-    """Round a fused matrix, whose members share the scale of the whole tensor.
+    """Round a fused matrix to nearest; its members share the scale of the whole matrix.
 
     Args:
         matrix: fused matrix with its members.
         layout: format of the codes.
-        weight: rounded instead of the matrix's weight; None: the matrix's weight.
+        weight: weight to round; None: the matrix's weight.
     """
     weight = (matrix.weight if weight is None else weight).float()
     amax = weight.abs().amax()
     packed, scales, wide = [], [], []
     for _, begin, end in matrix.members:
         rows = weight[begin:end]
-        chosen = layout.scales(rows, amax)
-        packed.append(layout.packed(layout.quantized(rows, chosen)))
-        scales.append(chosen)
-        wide.append(layout.dequantized(packed[-1], chosen))
+        member_scales = layout.scales(rows, amax)
+        packed.append(layout.packed(layout.quantized(rows, member_scales)))
+        scales.append(member_scales)
+        wide.append(layout.dequantized(packed[-1], member_scales))
     return RoundedMatrix(tuple(packed), tuple(scales), torch.cat(wide))
 
 
 def smooth_and_round(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
 ) -> RoundedMatrix:
-    """Move half of the inputs' range into the weight, then round both.
+    """Quantize a matrix by SmoothQuant: move half of the inputs' range into the weight, round.
 
     Reference:
         Xiao et al. 2022, SmoothQuant, eq. 4 with alpha 0.5. arXiv:2211.10438.
     """
     weight = matrix.weight.float()
-    tops = matrix.shared(weight.abs().amax(0)).clamp(min=_SMALLEST)
-    reached = matrix.shared(seen.amax)
-    strength = reached.clamp(min=_SMALLEST) ** _SMOOTHING / tops ** (1 - _SMOOTHING)
-    strength = torch.where(reached > 0, strength, torch.ones_like(strength))
+    weight_amax = matrix.shared(weight.abs().amax(0)).clamp(min=_SMALLEST)
+    input_amax = matrix.shared(seen.amax)
+    # s_j = max|x_j| ** alpha / max|w_j| ** (1 - alpha): inputs are divided by it, weights
+    # multiplied. Channels without inputs keep a factor of 1.
+    strength = input_amax.clamp(min=_SMALLEST) ** _SMOOTHING / weight_amax ** (1 - _SMOOTHING)
+    strength = torch.where(input_amax > 0, strength, torch.ones_like(strength))
     rounded = round_to_nearest(matrix, layout, weight * strength)
     top = (seen.amax / strength).amax() if seen.num_rows else None
     return RoundedMatrix(rounded.packed, rounded.scales, rounded.wide, 1 / strength, top)
@@ -83,7 +85,7 @@ def input_scale(layout: QuantLayout, amax: Tensor) -> Float[Tensor, ""]:
     """Return the scale of input codes for inputs of largest magnitude ``amax``."""
     assert layout.inputs
     limit = LARGEST[layout.inputs]
-    # e2m1 has two scales. This is the second, a factor on the first, which is e4m3.
+    # e2m1 has two levels of scales. This is the second, a factor on the first scales in e4m3.
     limit = limit * LARGEST["e4m3"] if layout.inputs == "e2m1" else limit
     return (amax.float() / limit).clamp(min=2.0**-100)
 
@@ -94,12 +96,13 @@ _STEPS = 20
 def search_strength(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
 ) -> Float[Tensor, " D"]:
-    """Search the factor on each column of a matrix (AWQ); ones if no factor is better.
+    """Search the factors on the columns of a matrix that minimize the output error (AWQ).
 
     Multiplying a column by s and dividing its input by s changes only the rounding: a larger
     column gets more of its group's codes. s is a power of the channel's mean magnitude; the
-    power with the least output error is chosen. Differs from the paper: the error is that of
-    the matrix's output, computed exactly from second moments, and weights are not clipped.
+    power with the least output error is chosen. Returns ones if no power reduces the error. The
+    differences to the paper: the error is that of the matrix's output, computed exactly from
+    second moments, and weights are not clipped.
 
     Reference:
         Lin et al. 2023, AWQ, section 3.2. arXiv:2306.00978.
@@ -109,6 +112,7 @@ def search_strength(
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(_STEPS):
         strength = magnitude ** (step / _STEPS)
+        # Center the factors on 1, in logarithms.
         strength = strength / (strength.amax() * strength.amin()).sqrt()
         strength = strength.clamp(min=1e-4)
         wide = round_to_nearest(matrix, layout, weight * strength).wide
@@ -139,8 +143,8 @@ def fold_(norm: RMSNorm | LayerNorm, strength: Float[Tensor, " D"]) -> None:
     """Divide the output channels of a norm by ``strength``, in place."""
     with torch.no_grad():
         weight, bias = norm.weight, getattr(norm, "bias", None)
-        assert weight is not None  # other norms are not folded into
-        offset = 1.0 if norm.zero_centered else 0.0
+        assert weight is not None  # FusedMatrix.norm has a weight
+        offset = 1.0 if norm.zero_centered else 0.0  # the gain is weight + offset
         weight.copy_((weight.double() + offset) / strength.double() - offset)
         if bias is not None:
             bias.copy_(bias.double() / strength.double())
@@ -154,13 +158,13 @@ def compensate_and_round(
 ) -> RoundedMatrix:
     """Quantize a fused matrix by GPTQ, column by column; rows are independent."""
     codes, scales = rounded_columns(matrix.weight, layout, seen.hessian)
-    packed, chosen, wide = [], [], []
+    packed, all_scales, wide = [], [], []
     for _, begin, end in matrix.members:
         member_scales = Scales(scales[begin:end].contiguous())
         packed.append(layout.packed(codes[begin:end]))
-        chosen.append(member_scales)
+        all_scales.append(member_scales)
         wide.append(layout.dequantized(packed[-1], member_scales))
-    return RoundedMatrix(tuple(packed), tuple(chosen), torch.cat(wide))
+    return RoundedMatrix(tuple(packed), tuple(all_scales), torch.cat(wide))
 
 
 def rounded_columns(
@@ -175,10 +179,10 @@ def rounded_columns(
     observed inputs are rounded to nearest.
 
     Args:
-        weight: to round.
+        weight: weight to round.
         layout: format with one scale for each row and group of columns.
         hessian: mean product of all pairs of input channels.
-        damping: share of the mean diagonal that is added to the diagonal.
+        damping: fraction of the mean diagonal that is added to the diagonal.
 
     Returns:
         Codes ``[F, D]``, and the scale of each row and group of columns.
@@ -189,9 +193,9 @@ def rounded_columns(
     wide = torch.promote_types(weight.dtype, torch.float32)
     weight, hessian = weight.to(wide).clone(), hessian.to(wide).clone()
     diagonal = hessian.diagonal()
-    dead = diagonal == 0
+    has_no_input = diagonal == 0
     diagonal += damping * diagonal.mean()
-    diagonal[dead] = 1.0
+    diagonal[has_no_input] = 1.0
     # Row i of the upper Cholesky factor of the inverse Hessian holds the compensation of column
     # i's error in the columns after i.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -200,7 +204,7 @@ def rounded_columns(
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = []
     for first in range(0, weight.shape[1], group):
-        # The scale of a group is that of its weights after the compensation of earlier groups.
+        # The scale of a group depends on its weights after compensating earlier groups.
         scale = layout.scales(weight[:, first : first + group]).weight_scale.view(-1)
         scales.append(scale)
         for column in range(first, first + group):

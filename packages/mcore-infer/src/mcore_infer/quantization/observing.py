@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a model's matrices, and of its keys and values, on a text."""
+"""Runs a model on a text; collects statistics of matrices' inputs and of keys and values."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ class InputStatistics:
     """Statistics of all inputs of one matrix.
 
     Attributes:
-        num_rows: tokens.
+        num_rows: number of tokens.
         amax: largest magnitude of each channel.
         abs_sum: sum of magnitudes of each channel.
         moments: sums of squares of the channels, or ``[D, D]`` sums of products of all pairs.
@@ -39,7 +39,7 @@ class InputStatistics:
         self.moments = torch.zeros(shape, device=device)
 
     def add(self, x: Float[Tensor, "T D"]) -> None:
-        """Add inputs."""
+        """Add the inputs of T tokens to the statistics."""
         if not x.shape[0]:
             return
         x = x.detach().float()
@@ -50,12 +50,15 @@ class InputStatistics:
 
     @property
     def hessian(self) -> Float[Tensor, "D D"]:
-        """Mean product of all pairs of channels; diagonal if only squares were recorded."""
+        """Mean products of all pairs of channels; a diagonal if only squares were recorded."""
         mean = self.moments / max(1, self.num_rows)
         return mean if mean.dim() == 2 else mean.diag()
 
     def output_error(self, weight: Float[Tensor, "F D"], error: Float[Tensor, "F D"]) -> float:
-        """Return the relative error of the outputs, from the inputs' second moments."""
+        """Return the relative error of the outputs, computed from the inputs' second moments.
+
+        sum over tokens of |E x|^2 = trace(E M E^T), where M has the sums of products x x^T.
+        """
         return (self._power(error) / self._power(weight).clamp(min=1e-30)).sqrt().item()
 
     def _power(self, matrix: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class InputStatistics:
 
 @dataclass(frozen=True)
 class _ObservedGemm:
-    """A GEMM that records its inputs."""
+    """A GEMM that records statistics of its inputs."""
 
     inner: Gemm
     seen: InputStatistics
@@ -95,7 +98,7 @@ class _ObservedGemm:
 
 @contextmanager
 def _watching(model: nn.Module, seen: Mapping[str, InputStatistics]) -> Iterator[None]:
-    """Within the context, record the inputs of matrices by path."""
+    """Within the context, record statistics of the inputs of matrices, by path."""
     with ExitStack() as stack:
         for path, linear in linears(model).items():
             if path in seen:
@@ -118,16 +121,16 @@ def _expert_hook(
         rows = permute(x, plan)
         ends = plan.offsets.tolist()
         for expert in range(experts.num_local_experts):
-            mine = rows[ends[expert] : ends[expert + 1]]
+            expert_rows = rows[ends[expert] : ends[expert + 1]]
             first, second = (seen.get(f"{path}.{expert}.{name}") for name in ("fc1", "fc2"))
             if first is not None:
-                first.add(mine)
+                first.add(expert_rows)
             if second is None:
                 continue
-            hidden = F.linear(mine, experts.fc1_weight[expert])
+            hidden = F.linear(expert_rows, experts.fc1_weight[expert])
             if experts.fc1_bias is not None:
                 hidden = hidden + experts.fc1_bias[expert]
-            # Routing weights multiply an expert's output, not its second input.
+            # Routing weights multiply an expert's output, not the input of its second matrix.
             second.add(experts.network.activate(hidden))
 
     return note
@@ -144,11 +147,11 @@ def observe(
     """Run a model on windows of text; return the statistics of the inputs of its matrices.
 
     Args:
-        model: in eval mode.
+        model: model in eval mode.
         windows: token ids.
-        widths: inputs of each matrix, by path.
+        widths: number of input channels of each matrix, by path.
         has_pairs: record products of all pairs of channels, not only squares.
-        what: of the model or the pass, for the log.
+        what: name of the pass in the log.
     """
     device = next(model.parameters()).device
     seen = {
@@ -165,7 +168,7 @@ def observe(
 
 
 class _WatchedLayer:
-    """A layer's state that records the largest key and value."""
+    """A layer's state that records the largest magnitudes of keys and values."""
 
     def __init__(self, inner: LayerState, tops: dict[str, Tensor]) -> None:
         self._inner, self._tops = inner, tops
@@ -192,7 +195,7 @@ class _WatchedCache(StaticCache):
 def largest_keys_and_values(
     model: LanguageModel, windows: Sequence[Int[Tensor, "_ S"]]
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the largest magnitudes of keys and values, by layer and ``k`` or ``v``."""
+    """Run a model on a text; return the largest keys and values by layer and ``k`` or ``v``."""
     device = next(model.parameters()).device
     tops: dict[int, dict[str, Tensor]] = {}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Options of quantizing, one field for each flag; imports the standard library only."""
+"""Options of ``mcore-infer quantize``, one field for each flag; no import of torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,9 +1,9 @@
 """Quantizes a model into a folder: calibrates, rounds, writes, reads back, evaluates.
 
 The output is a Hugging Face folder of compressed-tensors or in the unified layout, with a
-report of errors, perplexity and speed. It appears under its name once it is complete. For
-compressed-tensors the unified folder is written first, inside the output, and removed. One
-process; the model must fit on its device.
+report of errors, perplexity and speed. The folder appears under its name once it is complete.
+For compressed-tensors the unified folder is written first, inside the output, and removed. All
+work runs in one process, and the model must fit on its device.
 """
 
 import hashlib
@@ -66,12 +66,12 @@ from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
 _FEWEST_TOKENS = 256
-"""Fewest tokens of a calibration text; so few do not measure the change of perplexity."""
+"""Fewest tokens of a calibration text: enough to run, too few to measure a perplexity."""
 
 MIXED_METHOD = "mixed"
 """The ``--method`` of ``budget.choose_candidates``."""
 _NEAREST = "int8"
-"""A method that rounds to the nearest, for any layout."""
+"""Method that rounds to the nearest, for any layout."""
 _SCALES_INPUTS = ("awq", "w8a8")
 """Methods that scale inputs, and weights by the inverse."""
 _PAIRWISE = ("awq", "gptq")
@@ -80,7 +80,7 @@ _PAIRWISE = ("awq", "gptq")
 
 @dataclass
 class _Rounded:
-    """The matrices that have been rounded, with their reports."""
+    """Tensors, reports and notes of the matrices that have been rounded so far."""
 
     done: dict[str, QuantizedTensor] = field(default_factory=dict)
     reports: list[MatrixReport] = field(default_factory=list)
@@ -89,10 +89,10 @@ class _Rounded:
 
 @dataclass(frozen=True)
 class _ScalePlacement:
-    """Decides which matrices may have scales of their inputs in the written format."""
+    """Decides for which matrices the written format can represent scales of inputs."""
 
     is_free: bool
-    """Whether the format stores such scales; else they are folded into the previous layer."""
+    """Whether the format stores scales of inputs; else the previous layer absorbs them."""
     names: frozenset[str]
     """Tensors of the folder, including scales."""
     description: Mapping[str, Any]
@@ -102,7 +102,7 @@ class _ScalePlacement:
     def of(
         cls, source: OpenCheckpoint, selection: Selection, config: QuantizeConfig
     ) -> "_ScalePlacement":
-        """Collect the names of the selected tensors; reads none of them."""
+        """Collect the names of the folder's tensors, without reading the tensors."""
         modules = [m.module for matrix in selection.matrices for m in matrix.members]
         names = {link.theirs for link in find_links(source)}
         names |= {f"{module}.{WEIGHT_SCALE}" for module in modules}
@@ -110,8 +110,9 @@ class _ScalePlacement:
         return cls(is_free, frozenset(names), source.description, config.has_fp8_cache)
 
     def takes(self, matrix: FusedMatrix, method: str) -> bool:
-        """Whether the method may be used for a matrix: its input scales have a place."""
-        is_in_norm = method == "awq" and matrix.norm is not None  # by the method itself
+        """Whether the written format can represent the input scales of a method."""
+        # AWQ itself folds the scales into a norm that only this matrix reads.
+        is_in_norm = method == "awq" and matrix.norm is not None
         if self.is_free or is_in_norm or method not in _SCALES_INPUTS:
             return True
         return all(
@@ -135,10 +136,10 @@ def quantize(
     Args:
         load: run, step or Hugging Face folder.
         output: new folder.
-        text: its first tokens are for calibration, the following for perplexity.
+        text: text whose first tokens are for calibration, and the following for perplexity.
         config: method, format and calibration.
         device: device of the model.
-        tokenizer: None: the checkpoint's tokenizer.
+        tokenizer: tokenizer of the model; None: the checkpoint's tokenizer.
         step: step of a run folder; 0: the latest.
 
     Raises:
@@ -151,14 +152,14 @@ def quantize(
     loaded = load_model(folder, ctx, keep_codes=False)
     tokenizer = tokenizer or loaded.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
+        raise ValueError(f"{folder} has no tokenizer: give its folder with --tokenizer.")
     windows, scored = _cut(loaded, tokenizer, text, config)
     batch = (config.micro_batch_size, windows[0].shape[1])
     token_losses = partial(_losses, tokenizer, scored, batch)
     with opened(folder_format(folder), folder) as source, atomic_dir(output) as fresh:
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(
-                f"{folder} is quantized already: give the model that it was made from."
+                f"{folder} is already quantized: give the model from which it was made."
             )
         selection, candidates = _chosen(loaded, find_links(source), config, windows)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
@@ -212,7 +213,7 @@ def _write(
     tops: Mapping[int, Mapping[str, Tensor]],
     form: str,
 ) -> int:
-    """Write the quantized model in a form; return the bytes of its tensors."""
+    """Write the quantized model in the requested form; return the bytes of its tensors."""
     if form == "hf-quant":
         return write_folder(folder, source, model, plan, work.done, tops)
     unified, num_bytes = folder / "unified", 0
@@ -233,7 +234,7 @@ def _write(
 def _losses(
     tokenizer: Tokenizer, scored: Sequence[int], shape: tuple[int, int], model: LanguageModel
 ) -> Tensor:
-    """Return the loss of every scored token, in windows of ``shape``; 0 for padding."""
+    """Return the loss of every scored token, in windows of ``shape``; padding has loss 0."""
     begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     batch, length = shape
     windows = plan_windows([len(scored)], length, max(1, length // 2))
@@ -249,7 +250,7 @@ def _perplexity(losses: Tensor, num_tokens: int) -> float:
 def _perplexity_with_cache(
     written: LoadedModel, token_losses: Callable[[LanguageModel], Tensor], num_tokens: int
 ) -> float:
-    """Return the perplexity with an fp8 cache of the folder's scales; 0: no scales."""
+    """Return the perplexity with an fp8 cache; 0: the folder has no scales of a cache."""
     if not written.kv_scales:
         return 0.0
     with rounded_cache(written.model, Fp8Cache(written.kv_scales)):
@@ -257,7 +258,7 @@ def _perplexity_with_cache(
 
 
 def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:
-    """Return the tokens that a model generates a second; empty: ``speed_tokens`` is 0."""
+    """Measure the tokens that a model generates per second; empty if ``speed_tokens`` is 0."""
     if not config.speed_tokens:
         return ()
     cache = Fp8Cache(loaded.kv_scales) if loaded.kv_scales else None
@@ -267,7 +268,7 @@ def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:
 def _cut(
     loaded: LoadedModel, tokenizer: Tokenizer, text: str, config: QuantizeConfig
 ) -> tuple[list[Tensor], list[int]]:
-    """Split a text into windows for calibration, and the tokens after them."""
+    """Split a text into windows for calibration, and the tokens to score after the windows."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     limit = loaded.description.config.max_position_embeddings or 2048
     length = config.seq_length or min(limit, 2048)
@@ -275,8 +276,8 @@ def _cut(
     length = min(length, num_used)
     if len(ids) < _FEWEST_TOKENS:
         raise ValueError(
-            f"--calibration-data has {len(ids)} tokens: give at least {_FEWEST_TOKENS}, better "
-            "many thousand. Half are for calibration, half for the perplexity."
+            f"--calibration-data has {len(ids)} tokens: give at least {_FEWEST_TOKENS}, and "
+            "preferably many thousands. Half of them are for calibration, half for perplexity."
         )
     rows = torch.tensor(ids[: num_used // length * length]).view(-1, length)
     scored = ids[num_used : num_used + config.scored_tokens]
@@ -308,13 +309,16 @@ def _chosen(
         return selection, {m.path: Candidate(method, layout) for m in selection.matrices}
     check_budget(selection.matrices, config.budget, config.group_size)
     widths = {matrix.path: matrix.weight.shape[1] for matrix in selection.matrices}
-    seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
-    candidates = choose_candidates(selection.matrices, seen, config.budget, config.group_size)
+    statistics = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
+    candidates = choose_candidates(
+        selection.matrices, statistics, config.budget, config.group_size
+    )
     if not candidates:
         raise ValueError(
-            f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer, such as 6."
+            f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer bits, such "
+            "as 6."
         )
-    kept = tuple(matrix for matrix in selection.matrices if matrix.path in candidates)
+    quantized = tuple(matrix for matrix in selection.matrices if matrix.path in candidates)
     names = (
         member.module
         for matrix in selection.matrices
@@ -322,13 +326,13 @@ def _chosen(
         for member in matrix.members
     )
     left = dict(selection.left) | dict.fromkeys(names, "loses most: the budget leaves it out")
-    return Selection(kept, left), candidates
+    return Selection(quantized, left), candidates
 
 
 def _plan(
     selection: Selection, candidates: Mapping[str, Candidate], config: QuantizeConfig
 ) -> QuantPlan:
-    """Return the layouts that the folder's configs describe."""
+    """Return the plan of layouts that the folder's configs describe."""
     layers = {
         member.module: candidates[matrix.path].layout
         for matrix in selection.matrices
@@ -349,7 +353,11 @@ def _rounded(
     windows: Sequence[Tensor],
     placement: _ScalePlacement,
 ) -> _Rounded:
-    """Round all matrices, also in the model; block by block if a method needs pairs."""
+    """Round all matrices, and write the rounded weights into the model.
+
+    With a method that needs products of pairs of inputs, proceeds block by block: each block is
+    calibrated with the rounded blocks before it, and the products take memory for one block.
+    """
     work = _Rounded()
     layers = sorted({matrix.layer for matrix in selection.matrices})
     has_pairs = any(candidate.method in _PAIRWISE for candidate in candidates.values())
@@ -358,8 +366,8 @@ def _rounded(
         chosen = [matrix for matrix in selection.matrices if matrix.layer in group]
         widths = {matrix.path: matrix.weight.shape[1] for matrix in chosen}
         part = f" block {number} of {len(groups)}" if len(groups) > 1 else ""
-        seen = observe(loaded.model, windows, widths, has_pairs=has_pairs, what=part)
-        amaxes = _input_amaxes(chosen, seen, work)
+        statistics = observe(loaded.model, windows, widths, has_pairs=has_pairs, what=part)
+        amaxes = _input_amaxes(chosen, statistics, work)
         for matrix in chosen:
             method, layout = candidates[matrix.path]
             if not placement.takes(matrix, method):
@@ -368,23 +376,27 @@ def _rounded(
                     f"{matrix.path}: no previous layer can scale its inputs, which --format "
                     "compressed-tensors needs: its weights are rounded to the nearest."
                 )
-            rounded = _METHODS[method](matrix, layout, seen[matrix.path])
-            _finish(matrix, layout, rounded, seen[matrix.path], amaxes[matrix.path], work)
+            seen = statistics[matrix.path]
+            rounded = _METHODS[method](matrix, layout, seen)
+            _finish(matrix, layout, rounded, seen, amaxes[matrix.path], work)
     return work
 
 
 def _input_amaxes(
-    chosen: Sequence[FusedMatrix], seen: Mapping[str, InputStatistics], work: _Rounded
+    chosen: Sequence[FusedMatrix], statistics: Mapping[str, InputStatistics], work: _Rounded
 ) -> dict[str, Tensor]:
-    """Return the largest input of each matrix; without inputs, the largest of its block."""
+    """Return the largest input of each matrix.
+
+    A matrix without inputs (an expert without tokens) gets the largest input of its block.
+    """
     largest = {}
     for matrix in chosen:
-        own = seen[matrix.path]
-        top = own.amax.amax()
-        if not own.num_rows:
+        seen = statistics[matrix.path]
+        top = seen.amax.amax()
+        if not seen.num_rows:
             top = torch.stack(
                 [
-                    seen[other.path].amax.amax()
+                    statistics[other.path].amax.amax()
                     for other in chosen
                     if other.layer == matrix.layer
                 ]
@@ -408,7 +420,8 @@ def _finish(
     """Write a rounded matrix into the model; record its error, codes and scales."""
     pre, original = rounded.pre_quant_scale, matrix.weight.float()
     effective = rounded.wide if pre is None else rounded.wide * pre
-    # The previous norm divides by the folded factor: compare in units of the original input.
+    # If the previous norm divides its output by the folded factor, divide the weight by the
+    # same factor to compare it with the original weight.
     comparable = effective if rounded.folded is None else effective / rounded.folded
     error = comparable - original
     scale = None
@@ -456,13 +469,13 @@ _METHODS: Mapping[str, _Method] = {
 
 
 _FIRST = 8
-"""Tokens before the timed ones: kernels are tried and steps recorded."""
+"""Number of tokens before timing starts, in which kernels are tried and steps recorded."""
 
 
 def tokens_per_second(
     model: LanguageModel, num_tokens: int, fp8_cache: Fp8Cache | None = None
 ) -> float:
-    """Return the tokens that an engine generates a second for one text."""
+    """Measure the tokens that an engine generates per second for one text."""
     length = 1 + _FIRST + num_tokens
     engine = Engine(
         model,
@@ -477,11 +490,11 @@ def tokens_per_second(
     for _ in range(_FIRST):
         engine.step()
     _wait(engine.device)
-    begin, written = time.perf_counter(), 0
+    begin, num_written = time.perf_counter(), 0
     for event in engine.run():
-        written += not isinstance(event, tuple)
+        num_written += not isinstance(event, tuple)
     _wait(engine.device)
-    return written / (time.perf_counter() - begin)
+    return num_written / (time.perf_counter() - begin)
 
 
 def _wait(device: torch.device) -> None:

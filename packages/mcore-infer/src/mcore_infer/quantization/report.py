@@ -1,4 +1,4 @@
-"""Report of a quantization: ``receipt.md`` for people, ``receipt.json`` for programs."""
+"""Writes the report of a quantization: ``receipt.md``, and ``receipt.json`` for programs."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from mcore_base.atomic_files import write_durably
 
 NAME = "receipt"
-"""Name of both files in the folder, without ending."""
+"""Name of both files in the folder, without the suffix."""
 
 BANDS: Mapping[str, float] = {
     "FP8": 0.1,
@@ -31,7 +31,7 @@ class MatrixReport:
     modules: tuple[str, ...]
     """Modules of the folder that form the matrix."""
     weight_error: float
-    """Norm of the error over that of the weight."""
+    """Norm of the error divided by the norm of the weight."""
     output_error: float
     """Relative error of the output, from second moments of the inputs; nan: no inputs."""
     algo: str
@@ -55,14 +55,14 @@ class QuantizationReport:
     """Hash of the text."""
     calibration_tokens: int
     scored_tokens: int
-    """Tokens of the same text, after those of the calibration."""
+    """Tokens of the same text, after the tokens for calibration."""
     perplexity_before: float
     """Perplexity of the source, per token."""
     perplexity_after: float
     """Perplexity of the folder, read back."""
     token_loss_change: float
-    """Root mean square of the change of a token's loss, nats. Above 0 wherever weights were
-    rounded, while gains and losses of tokens may cancel in the perplexity."""
+    """Root mean square of the change of a token's loss, in nats. Rounding makes this number
+    positive even if gains and losses of tokens cancel in the perplexity."""
     perplexity_with_cache: float
     """Perplexity of the folder with an fp8 cache; 0: the cache has the model's dtype."""
     tokens_per_s: tuple[float, ...]
@@ -77,9 +77,9 @@ class QuantizationReport:
     left: Mapping[str, str]
     """Modules that stay in bfloat16, and why."""
     fallbacks: tuple[str, ...]
-    """Matrices that could not be calibrated, and their treatment."""
+    """Notes on matrices that could not be calibrated."""
     has_experts: bool = False
-    """Whether the model is a mixture."""
+    """Whether the model has experts."""
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class QuantizationReport:
 
     @property
     def perplexity_change(self) -> float:
-        """Change in percent; above 0: worse."""
+        """Change of the perplexity in percent; above 0: worse."""
         return 100 * (self.perplexity_after / self.perplexity_before - 1)
 
     @property
@@ -98,7 +98,7 @@ class QuantizationReport:
 
     @property
     def change_with_cache(self) -> float:
-        """Change in percent with an fp8 cache."""
+        """Change of the perplexity with an fp8 cache, in percent."""
         after = self.perplexity_with_cache or self.perplexity_after
         return 100 * (after / self.perplexity_before - 1)
 
@@ -106,8 +106,8 @@ class QuantizationReport:
 def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
     """Return the engines that load a folder of a form and method.
 
-    Known from the tests of the exports for vLLM 0.25.1 and transformers, and from the
-    documentation of TensorRT-LLM. vLLM has no int8 experts with a calibrated input scale.
+    Source: tests of the exports with vLLM 0.25.1 and transformers, and the documentation of
+    TensorRT-LLM. vLLM has no int8 experts with a calibrated input scale.
     """
     if form == "compressed-tensors":
         vllm = () if has_experts and method == "w8a8" else ("vLLM",)
@@ -117,7 +117,7 @@ def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:
-    """Write the report as JSON and as Markdown."""
+    """Write the report to a folder, as JSON and as Markdown."""
     values: dict[str, Any] = asdict(report) | {
         "engines": report.engines,
         "perplexity_change_percent": report.perplexity_change,
@@ -160,9 +160,9 @@ perplexity, before and after (this folder, read back).
     text += f"| bytes of tensors | {report.bytes_before} | {report.bytes_after} | "
     text += f"{size:+.1f} % |\n"
     if report.tokens_per_s:
-        slow, fast = report.tokens_per_s
-        text += f"| tokens/s of one text | {slow:.1f} | {fast:.1f} | "
-        text += f"{100 * (fast / slow - 1):+.1f} % |\n"
+        before, after = report.tokens_per_s
+        text += f"| tokens/s of one text | {before:.1f} | {after:.1f} | "
+        text += f"{100 * (after / before - 1):+.1f} % |\n"
     band = BANDS.get(report.algo)
     if band is not None and report.perplexity_change > band:
         worst = ranked[0]

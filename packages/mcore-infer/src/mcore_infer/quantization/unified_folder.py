@@ -35,12 +35,12 @@ from mcore_parallel.sharding import named_shards
 _LEFT_DTYPE = "BF16"
 _WEIGHT = ".weight"
 MAX_FILE_BYTES = 5_000_000_000
-"""Of tensors in one file."""
+"""Limit of the bytes of tensors in one file."""
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """One tensor of the folder in codes, with its scales."""
+    """Codes of one tensor of the folder, and their scales."""
 
     packed: Tensor
     scales: Scales
@@ -48,22 +48,22 @@ class QuantizedTensor:
     pre_quant_scale: Tensor | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the file, by the last part of their names."""
-        named = {
+        """Return the tensors to write, by the last part of their names."""
+        tensors = {
             "weight": self.packed,
             WEIGHT_SCALE: self.scales.weight_scale,
             WEIGHT_SCALE_2: self.scales.weight_scale_2,
             INPUT_SCALE: self.input_scale,
             PRE_QUANT_SCALE: self.pre_quant_scale,
         }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def find_links(source: OpenCheckpoint) -> list[Link]:
     """Return the links between the tensors of a Hugging Face folder and of a checkpoint.
 
     Raises:
-        ValueError: if no family describes the model.
+        ValueError: if the model belongs to no known family.
     """
     return expand(find_family(target_model_type(source)).table(source.description))
 
@@ -81,9 +81,9 @@ def write_folder(
     Args:
         folder: empty folder.
         source: checkpoint of the model: its description, tokenizer and small files.
-        model: with the weights that are not quantized.
+        model: model with the weights that are not quantized.
         plan: layouts, written to the configs.
-        done: quantized tensors by module of the folder.
+        done: quantized tensors, by module of the folder.
         cache_tops: largest keys (``k``) and values (``v``) by layer; empty: no scales of the
             cache are written.
 
@@ -155,8 +155,8 @@ def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]
             module = modules.get(f"blocks.{layer}.attention.qkv.{kind}{_WEIGHT}", "")
             if not module.endswith(f".{kind}_proj"):
                 raise ValueError(
-                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, whose names "
-                    "the cache's scales extend. Leave it out."
+                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, after which "
+                    "scales of the cache are named. Leave the option out."
                 )
             scale = (top / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-100)
             items.append(_item(f"{module}.{kind}_scale", scale.float()))
@@ -172,11 +172,11 @@ _DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
-    """Return the tensors of a quantized source."""
+    """Return the tensors of a quantized source; raise ValueError for other sources."""
     if not isinstance(source.theirs, WidenedRows):
         raise ValueError(
-            f"--format {form} needs quantized weights, as mcore-infer quantize makes them. For "
-            "other weights use mcore-ckpt convert mcore-to-hf."
+            f"--format {form} needs weights that mcore-infer quantize has quantized. For other "
+            "weights use mcore-ckpt convert mcore-to-hf."
         )
     return source.theirs
 
@@ -184,12 +184,12 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
 def write_hf_quant(
     folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
 ) -> str:
-    """Write the unified folder; return its algorithm.
+    """Write a quantized source as a unified folder; return the folder's algorithm.
 
     Args:
         folder: an empty folder.
-        source: a quantized folder, opened.
-        max_shard_bytes: most bytes of tensors in one file.
+        source: opened quantized folder.
+        max_shard_bytes: limit of the bytes of tensors in one file.
         watch: called once with all tensors.
 
     Raises:
@@ -208,10 +208,10 @@ def write_hf_quant(
 def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
     """Return the config.json of a model, without its quantization."""
     family = find_family(target_model_type(source))
-    carried: Mapping[str, Any] = source.hf.get("config", {})
+    source_config: Mapping[str, Any] = source.hf.get("config", {})
     word = _DTYPE_WORDS.get(source.ours.entries["embedding.weight"].dtype, "float32")
     return {
-        **carried,
+        **source_config,
         **family.to_theirs(source.description),
         "dtype": word,
         "torch_dtype": word,

@@ -1,7 +1,7 @@
-"""``PUT /api``: Megatron's interface, with its fields and their limits.
+"""``PUT /api``: engine requests and replies in the format of Megatron's text server.
 
-A field without effect (``length_penalty`` without beam search) or out of range is refused with
-status 400.
+Fields and their limits are Megatron's. A field without effect (``length_penalty`` without beam
+search) or out of range is refused with status 400.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from mcore_infer.writing.token_text import Answer, AnswerPiece, TextStream, with
 
 
 def read_api(body: ApiBody, served: ServedModel) -> "ApiReply":
-    """Turn a body into engine requests and their reply.
+    """Build the engine requests of a body, and the reply that collects their texts.
 
     Raises:
-        RequestError: with status 400, for values that this model does not take.
+        RequestError: with status 400, for values that the served model does not support.
     """
     scores = ScoreRequest(
         log_probs=body.logprobs, num_top=body.top_n_logprobs, prompt=body.logprobs
     )
     if (body.stop_token or 0) >= served.vocab_size:
-        message = f"stop_token: token ids are from 0 to {served.vocab_size - 1}."
+        message = f"stop_token must be a token id from 0 to {served.vocab_size - 1}."
         raise RequestError(400, message, "stop_token")
     sampling, seed = _sampling(body), seed_or_random(body.random_seed)
     end = served.tokenizer.eod if body.stop_token is None else body.stop_token
@@ -153,7 +153,9 @@ def _rules(served: ServedModel) -> TokenRules:
         served.tokenizer.encode(text, add_special_tokens=False) for text in (":", "\n")
     )
     if not colon or not newline:
-        raise RequestError(400, "prevent_newline_after_colon: no token is a colon or newline.")
+        raise RequestError(
+            400, "prevent_newline_after_colon: the tokenizer has no colon or newline."
+        )
     return TokenRules(never_after=(colon[-1], newline[-1]))
 
 
@@ -166,5 +168,7 @@ def _prompt_ids(served: ServedModel, prompt: str, add_bos: bool) -> list[int]:
     tokenizer = served.tokenizer
     begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     if begin is None:
-        raise RequestError(400, "add_BOS: no token begins a document.", "add_BOS")
+        raise RequestError(
+            400, "add_BOS: the tokenizer has no token that begins a document.", "add_BOS"
+        )
     return ids if ids[0] == begin else [begin, *ids]

@@ -37,8 +37,9 @@ OPEN_PATHS = ("/health", "/v1/health", "/", "/openapi.json")
 _FORM = "application/x-www-form-urlencoded"
 _LONG_BYTES = 1 << 14
 _SWITCH_S = 0.0005
-"""Switch interval of Python's threads. The engine's thread waits for the interpreter after
-every kernel launch; the default of 0.005 would delay its steps by as much at each launch."""
+"""Switch interval of Python's threads, in seconds. The engine's thread waits for the
+interpreter lock after every kernel launch; with Python's default, each launch could wait 5 ms
+for another thread."""
 _GAUGES = {
     "requests_running": "Requests that hold pages.",
     "requests_waiting": "Requests without pages.",
@@ -72,7 +73,7 @@ class Limits:
 
 
 class Server:
-    """Handlers of all routes.
+    """Handles the requests of all routes with one model and one engine.
 
     Attributes:
         served: the model.
@@ -114,7 +115,7 @@ class Server:
         gate = _Gate(app, self)
         if not self.limits.origins:
             return gate
-        # Around the gate: a browser's preflight request carries no key.
+        # CORS is outside the gate, because a browser's preflight request has no API key.
         return CORSMiddleware(
             gate,
             allow_origins=self.limits.origins,
@@ -126,8 +127,8 @@ class Server:
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        # A full garbage collection over a million objects of libraries stops all threads for
-        # 0.2 s: exclude the objects that exist now.
+        # A full garbage collection scans about a million objects of imported libraries and
+        # stops all threads for 0.2 s: exclude the objects that exist now.
         gc.collect()
         gc.freeze()
         self.front.start()
@@ -141,7 +142,7 @@ class Server:
     def _handler(self, interface: Interface) -> Callable[..., Any]:
         async def handle(request: Request) -> Any:
             raw = await self._body(request)
-            if len(raw) > _LONG_BYTES:  # tokenize in a thread: the loop serves other requests
+            if len(raw) > _LONG_BYTES:  # in a thread, so that other requests do not wait
                 reply = await asyncio.to_thread(read, raw)
             else:
                 reply = read(raw)
@@ -181,11 +182,12 @@ class Server:
                     if size > max_bytes:
                         raise RequestError(413, f"the body is longer than {max_bytes} bytes.")
         except TimeoutError:
-            raise RequestError(408, f"no body within {timeout_s:g} seconds.") from None
+            message = f"the body did not arrive within {timeout_s:g} seconds."
+            raise RequestError(408, message) from None
         return b"".join(parts)
 
     async def models(self, request: Request) -> Response:
-        """Return the model and its adapters, in a list or one by its name."""
+        """Return all names of the model and its adapters, or the entry of one name."""
         served, name = self.served, request.path_params.get("name", "")
         if name and name not in served.names:
             raise unknown_model(name, served)
@@ -250,19 +252,21 @@ class _Gate:
             return
         try:
             await self.app(scope, receive, counted)
-        except ClientDisconnect:  # before the complete request arrived
+        except ClientDisconnect:  # the client left before its complete request arrived
             self.server.metrics.cancelled += 1
 
     def _refusal(self, path: str, headers: Mapping[bytes, str]) -> RequestError | None:
         limits = self.server.limits
         host = headers.get(b"host", "").lower()
         name = host.partition("]")[0].lstrip("[") if host[:1] == "[" else host.split(":")[0]
-        # Browsers always name a host; HTTP/1.0 need not.
+        # Browsers always send a Host header; HTTP/1.0 clients may leave it out.
         if limits.hosts and name and name not in limits.hosts:
-            return RequestError(403, "this server answers to its host name only: see --host.")
-        given = headers.get(b"authorization", "").removeprefix("Bearer ")
+            return RequestError(
+                403, f"host {name[:100]} is not served: use the name of --host."
+            )
+        key = headers.get(b"authorization", "").removeprefix("Bearer ")
         is_open = not limits.api_key or path in OPEN_PATHS
-        if is_open or hmac.compare_digest(given.encode(), limits.api_key.encode()):
+        if is_open or hmac.compare_digest(key.encode(), limits.api_key.encode()):
             return None
         return RequestError(401, "the API key is missing or wrong.")
 
@@ -284,7 +288,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = f"no {request.method} {request.url.path[:200]} here."
+    message = f"this server has no route {request.method} {request.url.path[:200]}."
     response = _json(openai_error(RequestError(status, message)), status)
     for name, value in (getattr(error, "headers", None) or {}).items():
         response.headers[name] = value

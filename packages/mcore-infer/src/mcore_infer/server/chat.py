@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` in OpenAI's format: engine requests, and their reply."""
+"""``POST /v1/chat/completions`` in OpenAI's format: engine requests of a chat, and reply."""
 
 import secrets
 from collections.abc import Iterable, Sequence
@@ -37,11 +37,11 @@ from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken
 
 
 def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
-    """Turn a body into engine requests and their reply.
+    """Render a chat as a prompt; return its engine requests in the reply that collects them.
 
     Raises:
-        RequestError: for values that this model does not take, or messages that are too long or
-            that the chat template refuses.
+        RequestError: for values that the served model does not support, or messages that are
+            too long or that the chat template refuses.
     """
     check_model(body, served)
     chat = served.chat
@@ -49,7 +49,8 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
         message = "chats need jinja2: pip install 'mcore-infer[server]'."
         raise RequestError(501, message, "messages")
     is_forced, names = body.must_call, body.chosen_names
-    # A tool that must be called is rendered beside the others; those not allowed are not.
+    # A named tool restricts the grammar only, and the prompt lists all tools; "none" and
+    # allowed_tools also remove the other tools from the prompt.
     hides_others = names is not None and not isinstance(body.tool_choice, NamedTool)
     tools = [t for t in body.tools if not hides_others or t.function.name in (names or ())]
     if is_forced:
@@ -60,10 +61,10 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
         raise RequestError(
             400, "the chat template renders no text for these messages.", "messages"
         )
-    wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    known_form = tool_format(chat.source)
-    has_channels = known_form is HARMONY
-    form = known_form if tools else None
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    model_form = tool_format(chat.source)
+    has_channels = model_form is HARMONY
+    form = model_form if tools else None
     if is_forced and form is None:
         form = PLAIN
     reasons_first = chat.reasons_first(prompt)
@@ -73,7 +74,7 @@ def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
     requests, answers = text_requests(
         body,
         served,
-        [(ids, num_tokens_for(served, ids, wanted))],
+        [(ids, num_tokens_for(served, ids, max_tokens))],
         scores=ScoreRequest(log_probs=body.logprobs, num_top=body.top_logprobs),
         structure=_structure(body, served, chat, form, tools, is_forced, reasons_first),
         end_texts=chat.end_texts,
@@ -106,7 +107,10 @@ def _structure(
     is_forced: bool,
     reasons_first: bool,
 ) -> Structure | None:
-    """Return the structure of the answer: calls, a response format, or either; None: any."""
+    """Return the grammar of the answer: calls, the response format, or a choice of both.
+
+    None: the answer may be any text.
+    """
     answer = response_structure(body)
     thinking_end = chat.reasoning[1] if reasons_first and chat.reasoning else ""
     if is_forced or (answer is not None and form is not None):
@@ -135,10 +139,11 @@ def _structure(
 def _rendered(
     body: ChatBody, served: ServedModel, chat: ChatFormat, tools: Sequence[Tool]
 ) -> str:
-    """Return the rendered prompt; messages that cannot fit are refused before rendering."""
+    """Render the messages as a prompt; refuse messages that cannot fit before rendering."""
     messages = [_for_template(message, chat) for message in body.messages]
     texts = [str(message["content"]) for message in messages]
     size = sum(map(len, texts)) if served.texts.longest else 0
+    # A message has at least one token, and a token at most ``longest`` bytes.
     if len(messages) > served.max_tokens or size > served.max_tokens * served.texts.longest:
         encode(served, "".join(texts), "messages")
         message = (
@@ -171,10 +176,10 @@ def _rendered(
 
 
 def _for_template(message: Message, chat: ChatFormat) -> dict[str, Any]:
-    """Return a message as training wrote it for the template."""
+    """Return a message in the form in which training passed messages to the template."""
     values = message.model_dump(exclude_none=True)
     if message.role == "developer" and "developer" not in chat.source:
-        values["role"] = "system"  # the same role under OpenAI's newer name
+        values["role"] = "system"  # OpenAI's older name of the role
     try:
         return template_message(values)
     except ValueError as error:
@@ -202,17 +207,17 @@ class ChatReply(OpenAIReply):
         return [self._event(index, delta, None, None) for index in range(len(self.answers))]
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the change of a message; None if the piece completes no part of it."""
+        """Return the event of a new piece; None if the piece completes no part of a message."""
         reason, reader = self.answers[index].finish_reason, self.readers[index]
         num_calls = reader.num_calls
-        new = reader.add(piece.text, is_last=reason is not None)
+        parts = reader.add(piece.text, is_last=reason is not None)
         delta: dict[str, Any] = {}
-        if new.content:
-            delta["content"] = new.content
-        if new.reasoning:
-            delta["reasoning_content"] = new.reasoning
-        if new.calls:
-            calls = self._calls(new)
+        if parts.content:
+            delta["content"] = parts.content
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            calls = self._calls(parts)
             delta["tool_calls"] = [
                 {"index": num_calls + i, **call} for i, call in enumerate(calls)
             ]

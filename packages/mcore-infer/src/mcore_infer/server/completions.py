@@ -1,4 +1,4 @@
-"""``POST /v1/completions`` in OpenAI's format: engine requests of a body, and their reply."""
+"""``POST /v1/completions`` in OpenAI's format: engine requests of prompts, and the reply."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +20,11 @@ from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken, pro
 
 
 def read_completion(body: CompletionBody, served: ServedModel) -> "CompletionReply":
-    """Turn a body into engine requests and their reply.
+    """Build the engine requests of a body, and the reply that collects their texts.
 
     Raises:
-        RequestError: for values that this model does not take, or a prompt that is too long.
+        RequestError: for values that the served model does not support, or a prompt that is
+            too long.
     """
     check_model(body, served)
     is_scored = body.logprobs is not None
@@ -39,24 +40,25 @@ def read_completion(body: CompletionBody, served: ServedModel) -> "CompletionRep
         offsets=[len(text) if body.echo else 0 for text, _ in prompts],
     )
     for i, request in enumerate(requests):
-        if i % body.n and request.scores.prompt:  # equal in all texts of a prompt
+        # All n texts of a prompt share its scores: only the first text computes them.
+        if i % body.n and request.scores.prompt:
             requests[i] = replace(request, scores=replace(request.scores, prompt=False))
     return CompletionReply(body, served, [text for text, _ in prompts], requests, answers)
 
 
 def _prompts(body: CompletionBody, served: ServedModel) -> list[tuple[str, Sequence[int]]]:
-    """Return texts and token ids of the prompts."""
-    given: Any = body.prompt
-    if isinstance(given, str) or isinstance(given[0], int):
-        given = [given]
+    """Return the text and the token ids of each prompt."""
+    body_prompts: Any = body.prompt
+    if isinstance(body_prompts, str) or isinstance(body_prompts[0], int):
+        body_prompts = [body_prompts]
     prompts: list[tuple[str, Sequence[int]]] = []
-    for prompt in given:
+    for prompt in body_prompts:
         if isinstance(prompt, str):
             prompts.append((prompt, encode(served, prompt)))
             continue
         num_tokens_for(served, prompt, body.max_tokens)
         if max(prompt) >= served.vocab_size:
-            message = f"prompt: token ids are from 0 to {served.vocab_size - 1}."
+            message = f"prompt must have token ids from 0 to {served.vocab_size - 1}."
             raise RequestError(400, message, "prompt")
         prompts.append((served.tokenizer.decode(prompt), prompt))
     return prompts
@@ -106,7 +108,7 @@ class CompletionReply(OpenAIReply):
         return {**self.head, "choices": choices, "usage": self.usage()}
 
     def _scored_prompt(self, index: int) -> Iterator[ScoredToken]:
-        """Return the scored tokens of a text's prompt, which its first text has computed."""
+        """Return the scored prompt tokens, from the result of the prompt's first text."""
         first = index - index % self.body.n
         result = self.answers[first].result
         if not self.body.echo or result is None:

@@ -1,4 +1,4 @@
-"""The interfaces of the server, and the OpenAPI description of ``/openapi.json``."""
+"""Table of the server's interfaces, and the OpenAPI description of ``/openapi.json``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """One interface: its paths, its body, and the schemas of its answers."""
+    """One HTTP interface: paths, body, handler, and the schemas of its answers."""
 
     summary: str
     paths: tuple[str, ...]
-    """The first path is in the description; the others are aliases."""
+    """The OpenAPI description lists the first path; the others are aliases."""
     methods: tuple[str, ...]
     body: type[Body]
     read: Callable[[Any, ServedModel], Reply]
-    """Turns a valid body into engine requests and the reply that they form."""
+    """Builds the reply of a valid body, with its engine requests."""
     answer: Mapping[str, Schema]
     """Required fields of a complete answer."""
     event: Mapping[str, Schema] = field(default_factory=dict)
@@ -39,8 +39,8 @@ def _list(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def _object(parts: Mapping[str, Schema], needed: Iterable[str] | None = None) -> Schema:
-    required = list(parts if needed is None else needed)
+def _object(parts: Mapping[str, Schema], required: Iterable[str] | None = None) -> Schema:
+    required = list(parts if required is None else required)
     return {"type": "object", "required": required, "properties": dict(parts)}
 
 
@@ -65,7 +65,13 @@ _CHAT_ENDS = (*_ENDS, "tool_calls")
 def _head(
     kind: str, choice: Mapping[str, Schema], ends: Sequence[str | None]
 ) -> dict[str, Schema]:
-    """Return the fields of OpenAI's answers; ``choice``: fields that only this kind has."""
+    """Return the schemas of an OpenAI answer's fields.
+
+    Args:
+        kind: value of the field ``object``.
+        choice: schemas of the fields of a choice that only this kind has.
+        ends: values of ``finish_reason``.
+    """
     end: Schema = {"enum": list(ends)}
     return {
         "id": _TEXT,
@@ -146,7 +152,7 @@ _REFUSALS: Mapping[int, str] = {
     413: "The body is too long.",
     415: "The body is not application/json.",
     500: "No token continues the text within its structure.",
-    501: "The server lacks a library.",
+    501: "A library is not installed on the server.",
     503: "The server is full, or its engine failed.",
     504: "The answer took too long.",
 }
@@ -201,8 +207,8 @@ def _path(interface: Interface, body: Schema) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _object(interface.answer)}}
     # Access errors have the same format on all paths.
     error = {"$ref": "#/components/schemas/Error"}
-    if interface.event:  # each event but the last, which is [DONE]
-        event = _object({**interface.event, "usage": _USAGE}, needed=interface.event)
+    if interface.event:  # schema of all events but the last, which is [DONE]
+        event = _object({**interface.event, "usage": _USAGE}, required=interface.event)
         content["text/event-stream"] = {"schema": {"anyOf": [event, error]}}
     plain = {"anyOf": [_TEXT, error]} if interface.has_plain_errors else error
     refusals = {str(code): _response(text, plain) for code, text in _REFUSALS.items()}

@@ -1,4 +1,8 @@
-"""From a valid body to engine requests, and the base of the replies of all interfaces."""
+"""Engine requests of a valid body, and the base classes of all interfaces' replies.
+
+Tokenizes prompts, applies defaults and limits of the served model, and raises ``RequestError``
+with the wrong field.
+"""
 
 import secrets
 import time
@@ -30,7 +34,7 @@ _FALLBACKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The served model, as the interfaces use it."""
+    """Names, tokenizer, limits and defaults of the model that the interfaces serve."""
 
     name: str
     tokenizer: Tokenizer
@@ -58,12 +62,12 @@ class ServedModel:
 
 
 class Reply(ABC):
-    """One HTTP request on the engine: its texts, and the answer that they form.
+    """One HTTP request: its engine requests, their texts, and the answer built from them.
 
     Attributes:
         served: the model.
         requests: texts to write.
-        answers: their texts so far, one for each request.
+        answers: texts so far, one for each request.
         is_stream: whether the answer is sent event by event.
         has_plain_errors: whether errors are plain strings, as in Megatron's interface.
     """
@@ -103,7 +107,7 @@ class Reply(ABC):
 
 
 class OpenAIReply(Reply):
-    """A reply in OpenAI's format; a prompt with several texts counts once in ``usage``."""
+    """Base of replies in OpenAI's format; ``usage`` counts a prompt of several texts once."""
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ def check_model(body: TextBody, served: ServedModel) -> None:
 def unknown_model(name: str, served: ServedModel) -> RequestError:
     """Return the error of a name that is neither the model's nor an adapter's."""
     names = f"{', '.join(served.names)} {'are' if served.adapters else 'is'} served."
-    message = f"no model {name[:100]} here: {names}"
+    message = f"the model {name[:100]} is not served: {names}"
     return RequestError(404, message, "model", "model_not_found")
 
 
@@ -165,7 +169,7 @@ def text_requests(
     offsets: Sequence[int] = (),
     kept: Mapping[int, str] | None = None,
 ) -> tuple[list[TextRequest], list[Answer]]:
-    """Return engine requests and empty answers, ``n`` for each prompt; text i has seed + i.
+    """Build engine requests and empty answers, ``n`` for each prompt; text i has seed + i.
 
     Args:
         body: sampling and stops.
@@ -179,7 +183,10 @@ def text_requests(
         kept: names of special tokens that are part of the text, by id.
     """
     if len(prompts) * body.n > MAX_TEXTS:
-        message = f"{len(prompts) * body.n} texts are more than {MAX_TEXTS}: prompts times n."
+        message = (
+            f"{len(prompts)} prompts times n={body.n} are more than {MAX_TEXTS} texts: give "
+            "fewer prompts or a smaller n."
+        )
         raise RequestError(400, message)
     if structure is not None and body.min_tokens:
         message = "min_tokens and a structure exclude each other: the structure ends the text."
@@ -189,13 +196,14 @@ def text_requests(
     sequences += [[token] for token in body.stop_token_ids]
     if not body.ignore_eos:
         sequences += [[token] for token in served.ends]
-        if structure is None:  # within one, marks are part of a value, and it ends the answer
+        # Inside a structure such marks may be part of a value, and the grammar ends the text.
+        if structure is None:
             sequences += [[token] for token in end_ids]
             strings += end_texts
     ends = [sequence[0] for sequence in sequences if len(sequence) == 1]
     ends += [] if eod is None else [eod]
     if ends and max(ends) >= served.vocab_size:
-        message = f"stop_token_ids: token ids are from 0 to {served.vocab_size - 1}."
+        message = f"stop_token_ids must be token ids from 0 to {served.vocab_size - 1}."
         raise RequestError(400, message, "stop_token_ids")
     rules = TokenRules(bias=_bias(body, served.vocab_size))
     if body.min_tokens:
@@ -234,7 +242,7 @@ def text_requests(
 
 
 def response_structure(body: TextBody) -> Structure | None:
-    """Return the structure that ``response_format`` asks for; None: any text."""
+    """Return the structure of a body's ``response_format``; None: any text."""
     format = body.response_format
     if format.type == "text":
         return None
@@ -248,7 +256,9 @@ def response_structure(body: TextBody) -> Structure | None:
 def check_structured_output(field: str) -> None:
     """Raise RequestError for a field that needs llguidance, if llguidance is not installed."""
     if find_spec("llguidance") is None:
-        message = f"{field} needs a server with pip install 'mcore-infer[structured]'."
+        message = (
+            f"{field} needs llguidance on the server: pip install 'mcore-infer[structured]'."
+        )
         raise RequestError(400, message, field)
 
 
@@ -265,31 +275,34 @@ def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
         raise RequestError(400, str(error)) from None
 
 
-def num_tokens_for(served: ServedModel, prompt: Sequence[int], wanted: int | None) -> int:
-    """Return the number of tokens to write, limited by the context.
+def num_tokens_for(served: ServedModel, prompt: Sequence[int], max_tokens: int | None) -> int:
+    """Return the number of tokens to write after a prompt, limited by the context length.
 
     Args:
-        served: has the limit of the context.
+        served: model with the context length ``max_tokens``.
         prompt: token ids.
-        wanted: tokens to write; None: as many as fit.
+        max_tokens: requested number of tokens; None: as many as fit.
+
+    Raises:
+        RequestError: if the prompt leaves no room for a token.
     """
-    room = served.max_tokens - len(prompt)
-    if room < 0 or (room == 0 and wanted != 0):
-        raise _too_long(served, f"has {len(prompt)}")
-    return room if wanted is None else min(wanted, room)
+    num_free = served.max_tokens - len(prompt)
+    if num_free < 0 or (num_free == 0 and max_tokens != 0):
+        raise _too_long(served, f"{len(prompt)}")
+    return num_free if max_tokens is None else min(max_tokens, num_free)
 
 
 def encode(
     served: ServedModel, text: str, field: str = "prompt", *, is_rendered: bool = False
 ) -> list[int]:
-    """Return the tokens of a prompt.
+    """Tokenize a prompt and return its ids.
 
-    An empty prompt becomes the token that starts a document, unless a template rendered it. A
-    prompt with too many characters for the context is refused before it is tokenized.
+    An empty prompt becomes the token that starts a document, unless a template rendered the
+    prompt. A prompt with too many characters for the context is refused before tokenization.
     """
     tokenizer = served.tokenizer
     if (fewest := served.texts.fewest(text)) > served.max_tokens:
-        raise _too_long(served, f"has {fewest} or more", field)
+        raise _too_long(served, f"{fewest} or more", field)
     try:
         # The tokenizer libraries release the interpreter lock for batches only.
         (ids,) = tokenizer.encode_batch([text], add_special_tokens=not is_rendered)
@@ -303,10 +316,10 @@ def encode(
     return [begin]
 
 
-def _too_long(served: ServedModel, has: str, field: str = "prompt") -> RequestError:
+def _too_long(served: ServedModel, num_tokens: str, field: str = "prompt") -> RequestError:
     message = (
-        f"the maximum context length was exceeded: the prompt {has} tokens, and "
-        f"{served.max_tokens} are the most for a prompt and its text."
+        f"the maximum context length was exceeded: the prompt has {num_tokens} tokens, and "
+        f"{served.max_tokens} is the maximum for prompt and text together."
     )
     return RequestError(400, message, field, "context_length_exceeded")
 
@@ -317,7 +330,7 @@ def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
         value = getattr(body, name)
         values[name] = served.defaults.get(name, fallback) if value is None else value
     values["top_k"] = max(0, values["top_k"])
-    if not values["temperature"]:  # the likeliest token always
+    if not values["temperature"]:  # greedy decoding
         values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     if values["top_p"] == 1:
         values["top_p"] = 0.0
@@ -333,7 +346,7 @@ def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
 def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
     for token in body.logit_bias:
         if int(token) >= vocab_size:
-            message = f"logit_bias: {token} is no token id below {vocab_size}."
+            message = f"logit_bias: {token} is not a token id from 0 to {vocab_size - 1}."
             raise RequestError(400, message, "logit_bias")
     return tuple((int(token), float(value)) for token, value in body.logit_bias.items())
 
@@ -341,7 +354,10 @@ def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
 def _split_stops(
     stop: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[str], list[list[int]]]:
-    """Split stops into strings and token sequences; special tokens have no text to match."""
+    """Split stops into strings and token sequences.
+
+    A stop with special tokens becomes a token sequence, because decoding removes their text.
+    """
     strings, sequences = [], []
     for text in [stop] if isinstance(stop, str) else stop:
         token = tokenizer.token_id(text)

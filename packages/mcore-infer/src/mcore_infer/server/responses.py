@@ -37,11 +37,12 @@ _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 _MAX_DEPTH, _NUM_ITEMS = 4, 64
-"""Depth to which an answer is serialized item by item, and the items of one part below."""
+"""Depth to which an answer is serialized item by item, and the number of items that one part
+has below that depth."""
 _WORK_S, _REST = 0.001, 2.0
-"""Processor seconds after which a thread that serializes an answer rests, and the rest by the
-work before it. The engine's thread and the serializing one take turns at Python's interpreter,
-a switch interval at a time, so that without rests a step would wait at each of its kernels."""
+"""Processor seconds after which a thread that serializes an answer sleeps, and how long it
+sleeps, as a multiple of that work. The thread shares the interpreter lock with the engine's
+thread: without pauses, a step would wait for a switch interval at each kernel launch."""
 _BLOCK_BYTES = 1 << 16
 """Size of the blocks in which a complete answer is sent."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -59,7 +60,7 @@ class Timeouts:
 
 
 class Histogram:
-    """Counts of durations by upper bound, in seconds."""
+    """Histogram of durations: a count for each upper bound in seconds, and their sum."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_BOUNDS_S) + 1)
@@ -71,7 +72,7 @@ class Histogram:
         self.total += seconds
 
     def lines(self, name: str) -> list[str]:
-        """Return the samples."""
+        """Return the histogram's samples in Prometheus' text format."""
         lines, total = [], 0
         for bound, count in zip([*_BOUNDS_S, "+Inf"], self.counts, strict=True):
             total += count
@@ -83,9 +84,9 @@ class Metrics:
     """Counters and histograms of a server; used by one event loop.
 
     Attributes:
-        responses: by path and status.
-        prompt_tokens: of all requests that ended.
-        written_tokens: of all texts.
+        responses: number of responses by path and status.
+        prompt_tokens: prompt tokens of all requests that ended.
+        written_tokens: generated tokens of all texts.
         first_token: times from a request to its first tokens.
         between_tokens: times between tokens of a text.
         cancelled: requests whose client disconnected.
@@ -132,16 +133,17 @@ class EngineResponse:
     """An ASGI response: one HTTP request from the engine's queue to its last byte.
 
     Attributes:
-        status: HTTP status that was sent; 499 if the client left before.
+        status: HTTP status that was sent; 499 until then, and if the client disconnects
+            first.
     """
 
     def __init__(
         self, reply: Reply, front: EngineClient, metrics: Metrics, timeouts: Timeouts
     ) -> None:
-        """Queue the requests of a reply, whose structures are compiled.
+        """Queue the requests of a reply; their structures must be compiled already.
 
         Raises:
-            RequestError: if it cannot be queued.
+            RequestError: if the engine failed, or the server is full.
         """
         self.reply, self.metrics, self.timeouts = reply, metrics, timeouts
         self.running = front.open(reply.requests)
@@ -211,7 +213,8 @@ class EngineResponse:
     async def _send_events(self, send: Send) -> None:
         reply = self.reply
         async for index, piece in run_requests(self.reply, self.running):
-            if self.status == 499:  # with the first event: the engine has accepted the requests
+            if self.status == 499:
+                # The status is sent with the first event: the engine accepted the requests.
                 await self._start(send, 200, _EVENTS)
                 await self._send_lines(send, reply.first_events())
             self._count(True)
@@ -248,7 +251,7 @@ class EngineResponse:
         if self.status == 499:
             length = {"content-length": str(len(body))}
             await self._start(send, error.status, _JSON | length)
-        else:  # the stream has begun: its last event holds the error
+        else:  # the status 200 is sent already: the last event of the stream holds the error
             body = b"data: " + body + b"\n\n"
         await send({"type": "http.response.body", "body": body})
 
@@ -265,9 +268,9 @@ class EngineResponse:
 async def run_requests(
     reply: Reply, running: OpenGroup
 ) -> AsyncIterator[tuple[int, AnswerPiece]]:
-    """Read the engine's events; yield the index and the new piece of each text.
+    """Read the engine's events; yield the index of each text and its new piece.
 
-    Pieces that a slow client has not read yet are joined to one for each text.
+    Pieces that a slow client has not read yet are joined to one piece for each text.
 
     Raises:
         RequestError: if the engine refuses a request, or fails.
@@ -294,11 +297,12 @@ def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, EngineFailure):
         raise RequestError(503, event.what.message)
     answer = reply.answers[event.index]
-    # Scores of the prompt arrive with the result.
+    # The engine returns scores of the prompt with the result only: a text that a stop string
+    # ended then runs on in the engine until its result arrives.
     needs_result = reply.requests[event.index].scores.prompt
     if isinstance(event.what, NewToken):
         if answer.finish_reason:
-            return None  # written before the engine received the cancellation
+            return None  # a token from before the engine received the cancellation
         piece = answer.add(event.what)
         if answer.finish_reason and not needs_result:
             running.end(event.index, cancel=True)
@@ -324,10 +328,11 @@ def openai_error(error: RequestError) -> dict[str, Any]:
 
 
 def long_json(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """Yield the parts of ``as_json(value)``; none of them holds the interpreter for long.
+    """Yield ``as_json(value)`` in parts, each of which holds the interpreter lock briefly.
 
-    Iterators are lists whose items are made when they are serialized: a long answer is never
-    whole in memory, where Python's garbage collector would stop all threads to scan it.
+    Iterators are serialized as lists whose items are computed one at a time: a long answer
+    never is in memory as objects, which Python's garbage collector would scan while all
+    threads wait.
     """
     if isinstance(value, dict) and depth < _MAX_DEPTH:
         for i, (name, item) in enumerate(value.items()):

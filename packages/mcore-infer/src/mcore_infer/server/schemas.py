@@ -1,7 +1,7 @@
-"""Request bodies as pydantic models, which validate and give the OpenAPI schema.
+"""Request bodies as pydantic models, which validate bodies and give the OpenAPI schema.
 
-Every field of OpenAI's interfaces is here: with an effect, described as having none, or in a
-model's ``refused`` with the reason. A field of null counts as left out.
+Every field of OpenAI's interfaces is declared: with an effect, as a field without effect, or in
+a model's ``refused`` with the reason. A field with the value null counts as left out.
 """
 
 import difflib
@@ -34,13 +34,13 @@ _RESERVED_FOR_TEMPLATE = {"messages", "add_generation_prompt", "tools"}
 
 
 class RequestError(Exception):
-    """An error response: a fault of the client, or why the server gives no answer.
+    """Error that becomes a response: a fault of the request, or of the server.
 
     Attributes:
         status: HTTP status.
         message: one line.
-        field: wrong field of the body; empty: none.
-        code: error code for programs; empty: the status.
+        field: wrong field of the body; empty: no single field.
+        code: error code for programs; empty: the status is the code.
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "") -> None:
@@ -80,9 +80,9 @@ class Body(BaseModel):
     def _without_null(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
+        values = {name: value for name, value in body.items() if value is not None}
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given.keys() - fields:  # the first fault is reported
+        for name in values.keys() - fields:  # the first wrong name is reported
             if name in cls.refused:
                 message = f"{name} {cls.refused[name]}"
             else:
@@ -90,7 +90,7 @@ class Body(BaseModel):
                 hint = f": did you mean {close[0]}?" if close else "."
                 message = f"unknown field {name[:100]}{hint}"
             raise _FieldError(name, message)
-        return given
+        return values
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -108,7 +108,7 @@ class StreamOptions(Body):
 
 
 class SchemaFormat(Body):
-    """A JSON schema, under a name."""
+    """A JSON schema with a name."""
 
     schema_: dict[str, Any] = Field(alias="schema")
     name: _NoEffect = None
@@ -117,7 +117,7 @@ class SchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The required form of a text."""
+    """Format that a text must have."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: SchemaFormat | None = None
@@ -127,16 +127,16 @@ class ResponseFormat(Body):
     def _has_parts(self) -> Self:
         for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
             if (self.type == kind) != (getattr(self, name) is not None):
-                raise ValueError(f"type {kind} and {name} go together")
+                raise ValueError(f"type {kind} and {name} must be given together")
         return self
 
 
 class TextBody(Body):
-    """Fields that completions and chats share."""
+    """Fields of both completions and chats."""
 
-    model: str | None = Field(None, description="The name in /v1/models.")
+    model: str | None = Field(None, description="A name of /v1/models.")
     temperature: float | None = Field(
-        None, ge=0, le=100, description="0: the likeliest token. Default: the model's, or 1."
+        None, ge=0, le=100, description="0: greedy decoding. Default: the model's, or 1."
     )
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, or 1.")
     top_k: int | None = Field(
@@ -186,9 +186,9 @@ _Prompts = Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_TEXTS)
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Return the kind of a prompt by its first element.
+    """Return the kind of a prompt, from its type and its first element.
 
-    A plain union would try every id as text.
+    Without this tag, pydantic would validate every id against every kind.
     """
     if isinstance(prompt, list):
         return "ids" if prompt and isinstance(prompt[0], int) else "many"
@@ -211,21 +211,23 @@ class CompletionBody(TextBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MAX_TEXTS)
-    suffix: Literal[""] = Field("", description="empty: models here write at the end only")
+    suffix: Literal[""] = Field(
+        "", description="empty: text can only be written after the prompt"
+    )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if not self.max_tokens and not self.echo:
             raise _FieldError("max_tokens", "max_tokens=0 needs echo=true.")
         if self.best_of not in (None, self.n):
-            raise _FieldError("best_of", "best_of must be n: every text is returned.")
+            raise _FieldError("best_of", "best_of must be equal to n: every text is returned.")
         if self.stream and self.echo and self.logprobs is not None:
             raise _FieldError("stream", "echo with logprobs cannot be streamed.")
         return self
 
 
 class Part(BaseModel):
-    """A part of a message."""
+    """A part of a message: text."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     type: Literal["text"]
@@ -245,7 +247,7 @@ class Tool(Body):
     """A tool that the model may use."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "custom": "is refused: give functions, whose parameters are JSON.",
+        "custom": "is not supported: give functions, whose parameters are JSON.",
     }
     type: Literal["function"]
     function: Function
@@ -265,14 +267,14 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """The tools that may be called, and whether one must be."""
+    """The tools that may be called, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=128)
 
 
 class AllowedToolChoice(Body):
-    """A choice of tools."""
+    """A ``tool_choice`` that lists the allowed tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -294,7 +296,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn; further fields go to the chat template."""
+    """One message of a chat; unknown fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -308,8 +310,8 @@ class ChatBody(TextBody):
     refused: ClassVar[Mapping[str, str]] = {
         "functions": "is no longer used: give tools and tool_choice.",
         "function_call": "is no longer used: give tools and tool_choice.",
-        "audio": "is refused: models here write text only.",
-        "web_search_options": "is refused: models here search nothing.",
+        "audio": "is not supported: answers are text.",
+        "web_search_options": "is not supported: this server does not search.",
     }
     messages: list[Message] = Field(min_length=1, max_length=10_000)
     max_completion_tokens: _Tokens | None = None
@@ -335,14 +337,16 @@ class ChatBody(TextBody):
         if self.top_logprobs and not self.logprobs:
             raise _FieldError("top_logprobs", "top_logprobs needs logprobs=true.")
         if any(turn.content is None and not turn.tool_calls for turn in self.messages):
-            raise _FieldError("messages", "messages: each must have content.")
+            raise _FieldError(
+                "messages", "messages: each message must have content or tool_calls."
+            )
         for name in _RESERVED_FOR_TEMPLATE & self.chat_template_kwargs.keys():
             field = "chat_template_kwargs"
-            raise _FieldError(field, f"{field} must not hold {name}.")
+            raise _FieldError(field, f"{field} must not contain {name}.")
         names = {tool.function.name for tool in self.tools}
         for name in self.chosen_names or ():
             if name not in names:
-                message = f"tool_choice: {name[:100]} is none of the tools."
+                message = f"tool_choice: {name[:100]} is not one of the tools."
                 raise _FieldError("tool_choice", message)
         if self.tool_choice == "required" and not self.tools:
             raise _FieldError("tool_choice", "tool_choice=required needs tools.")
@@ -368,7 +372,7 @@ class ChatBody(TextBody):
 
 def _check_prompts(prompts: Any) -> Any:
     """Check prompts with the messages of Megatron's server."""
-    if not isinstance(prompts, list) or not all(isinstance(one, str) for one in prompts):
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("prompts is not a list of strings")
     if not prompts:
         raise ValueError("prompts is empty")
@@ -427,28 +431,32 @@ class ApiBody(Body):
         ):
             raise _FieldError(
                 "beam_width",
-                "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
-                "prevent_newline_after_colon.",
+                "beam_width needs a single prompt, without logprobs, stop_on_eol, "
+                "stop_on_double_eol and prevent_newline_after_colon.",
             )
         return self
 
 
 def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> AnyBody:
-    """Parse and validate a body.
+    """Parse a body of JSON and validate it as ``model``.
 
     Args:
-        raw: JSON.
+        raw: JSON text.
         model: pydantic model of the interface.
         max_ids: most token ids in the prompts.
 
     Raises:
-        RequestError: with status 400 and one line, for no JSON or a wrong or unknown field;
-            with 413 for more parts than the interpreter reads in a short time.
+        RequestError: with status 400 for invalid JSON and for a wrong or unknown field; with
+            413 for a body with more than ``MAX_PARTS`` parts, which would take long to parse.
     """
+    # Counting brackets and commas bounds the number of objects without parsing the body.
     num_parts = max(raw.count(b"[") + raw.count(b"{"), raw.count(b'":'))
     if num_parts > MAX_PARTS or raw.count(b",") > MAX_PARTS + max_ids:
-        message = f"the body has more than {MAX_PARTS} objects, lists and fields"
-        raise RequestError(413, f"{message}, or {max_ids} token ids.")
+        message = (
+            f"the body has more than {MAX_PARTS} objects, lists and fields, or more than "
+            f"{max_ids} token ids."
+        )
+        raise RequestError(413, message)
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
@@ -459,7 +467,7 @@ def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         why = first["msg"].removeprefix("Invalid JSON: ")
-        return RequestError(400, f"the body is no valid JSON: {why}")
+        return RequestError(400, f"the body is not valid JSON: {why}")
     if first["type"] == "model_type" and not first["loc"]:
         return RequestError(400, "the body must be a JSON object.")
     cause = first.get("ctx", {}).get("error")
@@ -467,15 +475,16 @@ def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
         return RequestError(400, str(cause), cause.field)
     path = [part for part in first["loc"] if isinstance(part, str)]
     name = path[0] if path else ""
-    known = model.model_fields.get(name)
+    field_info = model.model_fields.get(name)
     if model is ApiBody and isinstance(cause, ValueError):  # Megatron's messages
         return RequestError(400, str(cause), name)
     if first["type"] == "missing" and len(path) == 1:
         how = "argument required" if model is ApiBody else "is required."
         return RequestError(400, f"{name} {how}", name)
-    if known is not None and (known.description or "")[:1].islower():
-        return RequestError(400, f"{name} must be {known.description}.", name)
-    if "content" in path:  # of a message
+    # A description that begins with a small letter completes the sentence "field must be".
+    if field_info is not None and (field_info.description or "")[:1].islower():
+        return RequestError(400, f"{name} must be {field_info.description}.", name)
+    if "content" in path:  # the content of a message
         return RequestError(400, f"{name}: content must be {_CONTENT}.", name)
     location = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")

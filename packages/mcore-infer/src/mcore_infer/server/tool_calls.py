@@ -1,8 +1,8 @@
 """Tool calls in answers: formats of model families, parsing, and grammars that force calls.
 
-The marks in a chat template identify the format of its model's calls. Parsed calls become
-OpenAI's ``tool_calls``; text that only resembles a call remains content. Reasoning is returned
-separately.
+The marks in a chat template identify the format in which its model writes calls. Parsed calls
+become OpenAI's ``tool_calls``; text that only resembles a call remains content. Reasoning is
+returned as a separate field.
 """
 
 import json
@@ -30,7 +30,7 @@ class ToolFormat:
     begin: str = ""
     """Text before all calls, if calls are forced."""
     before: str
-    """Text before the arguments of a call; NAME stands for its function."""
+    """Text before the arguments of a call, with NAME in place of the function's name."""
     after: str
     """Text after the arguments."""
     between: str | None = None
@@ -38,11 +38,11 @@ class ToolFormat:
     end: str = ""
     """Text after all calls."""
     named: str = ""
-    """Expression for the text before the arguments; its group is the function. Empty: a call is
-    JSON with ``name`` and ``arguments`` (or ``parameters``)."""
+    """Regular expression of the text before the arguments, whose group is the function's name.
+    Empty: a call is JSON with ``name`` and ``arguments`` (or ``parameters``)."""
     parameter: str = ""
-    """Text of one argument; KEY and VALUE stand for its name and value. Empty: the arguments
-    are one JSON object."""
+    """Text of one argument, with KEY and VALUE in place of its name and value. Empty: the
+    arguments are one JSON object."""
     separators: tuple[str, ...] = ()
     """Marks around calls that the parser skips."""
 
@@ -139,7 +139,7 @@ _MINIMAX = ToolFormat(
     separators=("<minimax:tool_call>", "</minimax:tool_call>"),
 )
 CHANNEL_ENDS = ("<|call|>", "<|return|>")
-"""Marks after which gpt-oss writes nothing."""
+"""Marks that end an answer of gpt-oss."""
 HARMONY = ToolFormat(
     mark="<|channel|>",
     before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
@@ -149,7 +149,7 @@ HARMONY = ToolFormat(
 """Format of gpt-oss, whose answers consist of messages in channels; see ``ChannelReader``."""
 PLAIN = _json_calls("", begin="[", between=", ", end="]")
 """Format of forced calls if the template has no known format: a JSON list."""
-_FORMATS = (  # marks that the template has; the first match counts
+_FORMATS = (  # marks that a template must all contain, and their format; first match wins
     ((HARMONY.mark, "<|message|>"), HARMONY),
     (("<minimax:tool_call>",), _MINIMAX),
     (("<tool_call>", "<function="), _QWEN_XML),
@@ -166,7 +166,7 @@ _FORMATS = (  # marks that the template has; the first match counts
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Return the format of calls of a chat template's model; None: unknown."""
+    """Return the format of calls that a chat template's marks identify; None: unknown."""
     for marks, form in _FORMATS:
         if all(mark in template for mark in marks):
             return form
@@ -174,13 +174,16 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def kept_tokens(marks: Sequence[str], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the marks that are special tokens, by id; the parser needs them in the text."""
+    """Return the marks that are special tokens, by id.
+
+    Decoding must keep these tokens in the text, because the parser looks for their marks.
+    """
     marks_by_id = {tokenizer.token_id(mark): mark for mark in marks if mark}
     return {token: mark for token, mark in marks_by_id.items() if token is not None}
 
 
 def marks_of(form: ToolFormat) -> list[str]:
-    """Return all marks of a format."""
+    """Return all marks of a format that may be single tokens, sorted."""
     texts = (form.mark, form.begin, form.before, form.after, form.end, form.parameter)
     texts += form.separators
     return sorted({mark for text in texts for mark in _MARK.findall(text)})
@@ -202,7 +205,7 @@ def calls_structure(
         functions: functions that may be called.
         tokenizer: special tokens in the format become tokens of the grammar.
         is_parallel: whether several calls may follow each other.
-        answer: structure of a text instead of calls; None: calls are required.
+        answer: structure of an answer without calls; None: calls are required.
         thinking_end: mark after the reasoning at the start of a text; empty: no reasoning.
 
     Raises:
@@ -241,18 +244,20 @@ def _parameter_rules(
         part = f"{name}_{i}"
         parts.append(part if key in required else f"{part}?")
         end = _literal(after, tokenizer)
-        words = value_schema.get("enum", ()) if isinstance(value_schema, Mapping) else ()
-        words = [json.dumps(each, ensure_ascii=False) for each in words]
+        choices = value_schema.get("enum", ()) if isinstance(value_schema, Mapping) else ()
+        choices = [json.dumps(each, ensure_ascii=False) for each in choices]
         if not _is_text(value_schema):
             if isinstance(value_schema, dict):
                 value_schema = {**shared, **value_schema}  # noqa: PLW2901
             value = f"{part}_value {end}"
             rules.append(f"{part}_value: {json_rule(value_schema)}")
-        elif words:
-            value = f"({' | '.join(words)}) {end}"
-        elif end.startswith("<["):  # a token ends the text
+        elif choices:
+            value = f"({' | '.join(choices)}) {end}"
+        elif end.startswith("<["):  # the end is a special token, which no text can contain
             value = f"/(?s:.*)/ {end}"
         else:
+            # A lazy rule matches the shortest text up to the end, so that the end itself
+            # cannot be part of the value.
             value = f"{part}_text"
             expression = "(?s:.*)" + re.escape(after).replace("\\\n", "\\n")
             rules.append(f"{part}_text[lazy]: {_expression(expression)}")
@@ -261,7 +266,7 @@ def _parameter_rules(
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether values of a schema are strings, or null: written as they are, without quotes."""
+    """Whether values of a schema are strings or null, which are written without quotes."""
     if not isinstance(schema, Mapping):
         return False
     kinds = schema.get("type")
@@ -274,7 +279,7 @@ def _is_text(schema: Any) -> bool:
 def answer_after_thinking(
     answer: Structure, thinking_end: str, tokenizer: Tokenizer
 ) -> Structure:
-    """Return the grammar of free reasoning followed by an answer with a structure."""
+    """Return the grammar of unrestricted reasoning followed by an answer with a structure."""
     rules = [*_start("answer", thinking_end, tokenizer), f"answer: {_answer_rule(answer)}", ""]
     return Structure("lark", "\n".join(rules))
 
@@ -297,13 +302,13 @@ def _answer_rule(answer: Structure) -> str:
 
 
 def _expression(text: str) -> str:
-    """Return an expression as a Lark literal, with slashes escaped."""
+    """Return a regular expression as a Lark literal, with slashes escaped."""
     escaped = re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], text)
     return f"/{escaped}/".replace("\n", "\\n")
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text as Lark literals, special tokens by number."""
+    """Return a text as Lark literals, with special tokens by id: ``"a" <[7]>``."""
     parts, position = [], 0
     for mark in _MARK.finditer(text):
         token = tokenizer.token_id(mark[0])
@@ -312,31 +317,32 @@ def _literal(text: str, tokenizer: Tokenizer) -> str:
             position = mark.end()
     parts.append(text[position:])
     is_token = [bool(re.fullmatch(r"<\[\d+\]>", part)) for part in parts]
-    written = [
+    literals = [
         part if is_id else json.dumps(part, ensure_ascii=False)
         for part, is_id in zip(parts, is_token, strict=True)
         if part
     ]
-    return " ".join(written)
+    return " ".join(literals)
 
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """New parts of an answer."""
+    """New content, reasoning and calls of an answer."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Functions and their arguments as JSON."""
+    """Name of the function and its arguments as JSON, for each call."""
 
 
 class AnswerReader:
-    """Splits the text of one answer into reasoning, content and calls as it arrives.
+    """Splits the text of one answer, as it arrives, into reasoning, content and calls.
 
-    For the format of gpt-oss see ``ChannelReader``.
+    A state machine: reasoning, then content, then calls. Text that may be the start of a mark
+    is held back. ``ChannelReader`` reads the format of gpt-oss.
 
     Attributes:
-        num_calls: calls so far.
+        num_calls: number of parsed calls.
     """
 
     def __init__(
@@ -353,18 +359,18 @@ class AnswerReader:
 
         Args:
             form: format of calls; None: calls are not parsed.
-            functions: their schemas tell texts from JSON, where arguments are written one by
-                one.
+            functions: functions whose schemas distinguish strings from JSON, in formats
+                without quotes around strings.
             reasoning: marks around reasoning; None: reasoning is not separated.
             begins_in_reasoning: whether the prompt ends with the first of these marks.
             is_forced: whether the text consists of calls.
-            max_calls: most calls to return; None: no limit.
+            max_calls: largest number of calls to return; None: no limit.
         """
         self._form, self._reasoning = form, reasoning
         self._schemas = {each.name: each.parameters for each in functions}
         self._mark = "" if form is None else form.mark
         self._is_forced, self._max_calls = is_forced, max_calls
-        self._text = ""  # not divided yet
+        self._text = ""  # text that is not yet returned as a part
         self.num_calls = 0
         self._after = "content" if form is None else "start"
         self._state = "in reasoning" if begins_in_reasoning else "maybe reasoning"
@@ -406,13 +412,14 @@ class AnswerReader:
     def _reason(self, delta: AnswerDelta, is_last: bool) -> None:
         assert self._reasoning is not None
         mark = self._reasoning[1]
-        at = self._text.find(mark)
-        if at >= 0:
-            delta.reasoning += self._text[:at].rstrip("\n")
-            self._text, self._state = self._text[at + len(mark) :], "after reasoning"
+        end = self._text.find(mark)
+        if end >= 0:
+            delta.reasoning += self._text[:end].rstrip("\n")
+            self._text, self._state = self._text[end + len(mark) :], "after reasoning"
             return
-        at = len(self._text) - (0 if is_last else overlap(self._text, mark))
-        delta.reasoning, self._text = delta.reasoning + self._text[:at], self._text[at:]
+        # Hold back a suffix that may be the start of the mark.
+        end = len(self._text) - (0 if is_last else overlap(self._text, mark))
+        delta.reasoning, self._text = delta.reasoning + self._text[:end], self._text[end:]
 
     def _look_for_call(self, is_last: bool) -> None:
         """Decide whether an answer starts with a call, for formats without a mark."""
@@ -425,24 +432,25 @@ class AnswerReader:
             self._state = "content"
 
     def _write(self, delta: AnswerDelta, is_last: bool) -> None:
-        at = self._text.find(self._mark) if self._mark else -1
-        if at >= 0:
+        end = self._text.find(self._mark) if self._mark else -1
+        if end >= 0:
             self._state = "calls"
         else:
-            may_be_mark = 0 if is_last or not self._mark else overlap(self._text, self._mark)
-            at = len(self._text) - may_be_mark
-        delta.content, self._text = delta.content + self._text[:at], self._text[at:]
+            num_held = 0 if is_last or not self._mark else overlap(self._text, self._mark)
+            end = len(self._text) - num_held
+        delta.content, self._text = delta.content + self._text[:end], self._text[end:]
 
     def _call(self, delta: AnswerDelta, is_last: bool) -> None:
         assert self._form is not None
-        parsed = 0
+        parsed_end = 0
         for call, end in calls_in(self._text, self._form, self._schemas):
-            parsed = end
+            parsed_end = end
             if self._max_calls is None or self.num_calls < self._max_calls:
                 delta.calls.append(call)
                 self.num_calls += 1
-        self._text = self._text[parsed:]
+        self._text = self._text[parsed_end:]
         if is_last:
+            # After calls, separators belong to the format, and any other text is content.
             rest = self._text
             for mark in (*self._form.separators, ",", "[", "]") if self.num_calls else ():
                 rest = rest.replace(mark, "")
@@ -451,14 +459,14 @@ class AnswerReader:
 
 
 class ChannelReader:
-    """Splits an answer of gpt-oss as ``AnswerReader`` does: messages in channels.
+    """Splits an answer of gpt-oss, as it arrives, into reasoning, content and calls.
 
-    A message is a header, ``<|message|>`` and its text, up to a mark. The channel ``analysis``
-    is reasoning, a message ``to=functions.NAME`` is a call, every other one is content. A text
-    without a header is content.
+    The answer consists of messages: a header, ``<|message|>`` and text up to an end mark. A
+    message in the channel ``analysis`` is reasoning, a message ``to=functions.NAME`` is a call,
+    every other message is content. A text without a header is content.
 
     Attributes:
-        num_calls: calls so far.
+        num_calls: number of parsed calls.
 
     Reference:
         OpenAI 2025, harmony response format.
@@ -497,17 +505,17 @@ class ChannelReader:
         return True
 
     def _read_body(self, delta: AnswerDelta, is_last: bool) -> bool:
-        """Read up to the end of a message; return whether it has ended."""
+        """Read text up to the end of a message; return whether the message has ended."""
         call = re.search(r"\bto=(?:functions\.)?([\w.-]+)", self._header)
         text = self._text
-        at = min((i for i in map(text.find, self._ENDS) if i >= 0), default=-1)
-        if at < 0 and call and not is_last:
-            return False
-        has_ended = at >= 0
+        end = min((i for i in map(text.find, self._ENDS) if i >= 0), default=-1)
+        if end < 0 and call and not is_last:
+            return False  # the arguments of a call are parsed once they are complete
+        has_ended = end >= 0
         if not has_ended:
-            held = 0 if is_last else max(overlap(text, mark) for mark in self._ENDS)
-            at = len(text) - held
-        body, self._text = text[:at], text[at:]
+            num_held = 0 if is_last else max(overlap(text, mark) for mark in self._ENDS)
+            end = len(text) - num_held
+        body, self._text = text[:end], text[end:]
         if has_ended:
             self._is_header = True
             for mark in ("<|end|>", *CHANNEL_ENDS):
@@ -534,18 +542,20 @@ def _object(text: str) -> dict[str, Any] | None:
 def calls_in(
     text: str, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 ) -> Iterator[tuple[tuple[str, str], int]]:
-    """Yield the calls at the start of a text and where each ends; stop at any other text.
+    """Yield the calls at the start of a text, and the position after each call.
+
+    Stops at the first text that is not a complete call.
 
     Args:
-        text: of an answer.
-        form: of its calls.
-        schemas: of the parameters of functions, by name.
+        text: part of an answer that begins with a call.
+        form: format of the calls.
+        schemas: schemas of functions' parameters, by function.
     """
     decoder, position = json.JSONDecoder(), 0
     blank = re.compile("|".join([r"[\s,]", *map(re.escape, form.separators)]))
     named = re.compile(form.named)
     while True:
-        while match := blank.match(text, position):
+        while match := blank.match(text, position):  # skip separators between calls
             if form.named and named.match(text, position):
                 break
             position = match.end()
@@ -556,10 +566,10 @@ def calls_in(
             name, position = match[1], match.end()
         if form.parameter:
             assert name is not None
-            found = _arguments_in(text, position, form, schemas.get(name, {}))
-            if found is None:
+            arguments_and_end = _arguments_in(text, position, form, schemas.get(name, {}))
+            if arguments_and_end is None:
                 return
-            arguments, position = found
+            arguments, position = arguments_and_end
             yield (name, _text(json.dumps(arguments, ensure_ascii=False))), position
             continue
         try:
@@ -581,7 +591,11 @@ def calls_in(
 def _arguments_in(
     text: str, position: int, form: ToolFormat, schema: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int] | None:
-    """Return arguments that are written one by one, and the end of their call; None: others."""
+    """Parse arguments that are written one by one; return them and the end of their call.
+
+    None: the text is not a complete call.
+    """
+    # Turn the format's text, such as <parameter=KEY>VALUE</parameter>, into an expression.
     expression = re.escape(form.parameter.strip()).replace("\\\n", r"\n?")
     expression = expression.replace("KEY", '([^<>"\\n]+)').replace("VALUE", "(.*?)")
     parameter = re.compile(rf"\s*{expression}", re.DOTALL)
@@ -596,7 +610,10 @@ def _arguments_in(
 
 
 def _value_of(text: str, schema: Any) -> Any:
-    """Return the value of a parameter: the text of a string, else JSON if the text is JSON."""
+    """Return an argument's value: the text if its type is string, else the parsed JSON.
+
+    Text that is not JSON is returned as text.
+    """
     if _is_text(schema) and not (text == "null" and "null" in str(schema)):
         return text
     try:
@@ -606,7 +623,7 @@ def _value_of(text: str, schema: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """Return a text with unpaired surrogates, which JSON allows, as question marks."""
+    """Replace unpaired surrogates, which JSON allows and UTF-8 does not, by question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -614,7 +631,7 @@ def _call_of(value: Any) -> tuple[str, Any] | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # JSON in JSON
+    if isinstance(arguments, str):  # some models write the arguments as a string of JSON
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):

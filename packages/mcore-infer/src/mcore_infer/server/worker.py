@@ -1,11 +1,11 @@
-"""The thread that runs an engine on rank 0, and the loop of the ranks that follow it.
+"""The thread that runs an engine on rank 0, and the loop of the ranks that follow rank 0.
 
 Requests arrive in groups; all requests of a group are queued, or the group is refused. Before
-every step rank 0 sends new and cancelled groups to all ranks, so that all have the same
-requests in the same order. The events of a step are delivered in one call. Replicas take groups
-in turn and step together; after a step, rank 0 gathers their events on the host. If a rank
-fails, the others wait in a collective until ``Watch`` ends them; rank 0 answers its clients
-first.
+every step rank 0 sends new and cancelled groups to all ranks, so that all ranks have the same
+requests in the same order. The events of a step are delivered in one call. Groups are dealt to
+replicas in turn, and all replicas step together; after a step, rank 0 gathers the events on the
+host. If a rank fails, the others wait in a collective until ``Watch`` ends them; rank 0 answers
+its clients first.
 ``EngineClient`` connects the thread to the event loop of the server.
 """
 
@@ -37,21 +37,21 @@ HEARTBEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RefusedGroup:
-    """Event: a group could never run, and none of it was queued."""
+    """Event: the engine refused a request of a group, and queued none of the group."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """Event: the engine failed, for every group. The cause is logged, not sent to clients."""
+    """Event of all groups: the engine failed. The cause is logged, not sent to clients."""
 
     message: str = "the engine failed: this server ends."
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A token, a result or a failure of a group."""
+    """A token or result of one request, or the failure of its group."""
 
     group: int
     index: int
@@ -66,21 +66,22 @@ class Commands:
     new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
     """New groups, with their numbers."""
     cancelled: list[tuple[int, int]] = field(default_factory=list)
-    """Group, and index in the group; -1: all its requests."""
+    """Group, and index of the request in the group; -1: all requests of the group."""
     structures: list[Structure] = field(default_factory=list)
     """Structures to compile for later groups."""
     is_last: bool = False
+    """Whether all ranks stop instead of computing a step."""
 
 
 _COMMANDS = TypeAdapter(Commands)
 
 
 class Requests:
-    """The groups of requests of an engine; every rank makes the same calls.
+    """Groups of requests on an engine; all ranks of ``axis`` make the same calls.
 
     Attributes:
         engine: engine of this rank's replica.
-        axis: all ranks that make these calls.
+        axis: all ranks of all replicas.
         replicas: ranks of the axis with the same part of the model; they share groups.
         has_work: whether any replica has unfinished requests.
         counts: requests, pages and proposals of all replicas after the last step, by name.
@@ -100,15 +101,16 @@ class Requests:
     def step(self, commands: Commands) -> list[Event]:
         """Apply commands, compute one step, return the events of all replicas.
 
-        Communicates as ``Engine.step``; with several replicas it all-gathers over ``axis`` on
-        the host, as ``share_commands`` does.
+        Communicates as ``Engine.step``; several replicas all-gather their events over ``axis``
+        on the host.
         """
         if self.engine.grammars is not None:
             for structure in commands.structures:
                 self.engine.grammars.prepare(structure, is_tried=False)
         size, rank = self.replicas.size, self.replicas.rank
-        mine = [new for new in commands.new if new[0] % size == rank]  # replicas take turns
-        events = [event for number, group in mine for event in self._add(number, group)]
+        # Replica r runs the groups whose number is r modulo the number of replicas.
+        local_groups = [new for new in commands.new if new[0] % size == rank]
+        events = [event for number, group in local_groups for event in self._add(number, group)]
         for group, index in commands.cancelled:
             self._cancel(group, index)
         for event in self.engine.step():
@@ -160,7 +162,7 @@ class EngineWorker:
 
     Attributes:
         requests: groups of the engine; only the thread changes them.
-        failure: error of an engine on any rank, after which nothing runs; None: it runs.
+        failure: error of an engine on any rank, after which no step runs; None: no failure.
     """
 
     def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
@@ -168,7 +170,7 @@ class EngineWorker:
 
         Args:
             engine: engine of rank 0.
-            axis: rank 0 and all ranks that follow it.
+            axis: rank 0 and all ranks that run ``follow``.
             replicas: ranks of the axis that share groups, see ``Requests``.
         """
         self.requests, self.axis = Requests(engine, axis, replicas), axis
@@ -197,7 +199,7 @@ class EngineWorker:
         return number
 
     async def prepare(self, structure: Structure) -> None:
-        """Compile a structure while steps continue: here with limits, then on the other ranks.
+        """Compile a structure while steps continue: on rank 0 with limits, then on all ranks.
 
         Raises:
             ValueError: if the structure is refused.
@@ -208,7 +210,7 @@ class EngineWorker:
         compiled = await asyncio.shield(asyncio.wrap_future(grammars.prepare(structure)))
         if self.axis.size > 1:
             self._inbox.put(lambda commands: commands.structures.append(structure))
-            # The other ranks need about as long; if one needs longer, a step waits for it.
+            # The other ranks compile about as long. A rank that takes longer delays a step.
             await asyncio.sleep(2 * compiled.seconds)
 
     def cancel(self, group: int, index: int = -1) -> None:
@@ -216,7 +218,10 @@ class EngineWorker:
         self._inbox.put(lambda commands: commands.cancelled.append((group, index)))
 
     def stop(self) -> None:
-        """End the thread and the other ranks after the step that runs; not after a failure."""
+        """End the thread and the other ranks after the current step.
+
+        After a failure, waits for no thread.
+        """
 
         def end(commands: Commands) -> None:
             commands.is_last = True
@@ -226,7 +231,7 @@ class EngineWorker:
             self._thread.join()
 
     def fail(self, message: str) -> None:
-        """End every request after an engine has failed; later calls have no effect.
+        """Record a failure and send it to every group; later calls have no effect.
 
         May be called from any thread.
         """
@@ -236,18 +241,18 @@ class EngineWorker:
 
     def _run(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # the current device is a setting of each thread
         try:
             while not (commands := share_commands(self._collect_commands(), self.axis)).is_last:
                 events = self.requests.step(commands)
                 if events:
                     self._deliver(events)
         except Exception as error:
-            log.exception("the engine failed: every request ends")
+            log.exception("the engine failed: all requests end with an error")
             self.fail(f"{type(error).__name__}: {error}")
 
     def _collect_commands(self) -> Commands:
-        """Return the commands that have arrived; wait for one if the engine is idle."""
+        """Return the queued commands; if the engine is idle, wait for a command."""
         commands = Commands()
         timeout = HEARTBEAT_S if self.axis.size > 1 else None
         try:
@@ -317,7 +322,7 @@ class EngineClient:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            if event.group < 0:  # for all groups
+            if event.group < 0:  # a failure, which is an event of all groups
                 self.on_failure()
                 for running in self._running.values():
                     running.events.put_nowait(event)
@@ -347,7 +352,7 @@ class OpenGroup:
         return events
 
     def end(self, index: int, *, cancel: bool = False) -> None:
-        """Count one request as finished; ``cancel`` also ends it in the engine."""
+        """Count one request as finished; ``cancel`` also cancels the request on the engine."""
         self.num_left -= 1
         if cancel:
             self.front.worker.cancel(self.number, index)
@@ -358,10 +363,10 @@ class OpenGroup:
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-    """Run the steps of rank 0 on another rank until the worker stops.
+    """Run the same steps as rank 0 on another rank, until the worker of rank 0 stops.
 
     Raises:
-        EngineError: if the engine fails here.
+        EngineError: if the engine of this rank fails.
     """
     requests = Requests(engine, axis, replicas)
     try:
@@ -375,8 +380,8 @@ def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
 def share_commands(commands: Commands, axis: Axis) -> Commands:
     """Return rank 0's commands on every rank.
 
-    All-reduces their length, then their bytes, on the host, so that a step on the device
-    is not interrupted.
+    All-reduces the length of the commands' JSON, then its bytes, on the host: kernels on the
+    device run on. Ranks other than 0 contribute zeros.
     """
     if axis.size == 1:
         return commands

@@ -1,1 +1,1 @@
-"""One text: how its tokens are chosen, constrained, ended and turned into characters."""
+"""One text: its request, its structure, its tokens while they are written, their decoding."""

@@ -1,4 +1,4 @@
-"""Chat format of a model: its template, the end of a turn, the marks of reasoning."""
+"""Chat format of a model: template, end mark of a turn, and marks around reasoning."""
 
 import logging
 import re
@@ -19,10 +19,10 @@ _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """Renders chats as prompts, and recognizes the end of an answer."""
+    """Template that renders chats as prompts, and the marks that end a turn or reasoning."""
 
     render: Render
-    """Renders messages as text; with ``tools``, by the template for tools."""
+    """Renders messages as text; with ``tools``, by the template ``tool_use`` if one exists."""
     source: str
     """Source of the templates."""
     end_ids: tuple[int, ...] = ()
@@ -38,12 +38,12 @@ class ChatFormat:
 
 
 def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
-    """Compile the templates of a model and find the end mark of a turn.
+    """Compile a model's chat templates, and return them with the marks that they write.
 
     Args:
         template: text of a Jinja template; empty: the tokenizer's template, else ChatML with a
             warning.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
 
     Raises:
         ImportError: if jinja2 is missing.
@@ -59,8 +59,8 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
     for_tools = template or tokenizer_template(tokenizer, "tool_use") or plain
     renders = [load_template(text, tokenizer) for text in (plain, for_tools)]
 
-    def render(messages: Sequence[Mapping[str, Any]], add: bool, **more: Any) -> str:
-        return renders[bool(more.get("tools"))](messages, add, **more)
+    def render(messages: Sequence[Mapping[str, Any]], add: bool, **variables: Any) -> str:
+        return renders[bool(variables.get("tools"))](messages, add, **variables)
 
     marks = [_turn_end(renders[0], role) for role in ("user", "system")]
     end = next((mark for mark in marks if mark), "")
@@ -76,7 +76,7 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _turn_end(render: Render, role: str) -> str:
-    """Return the mark that a template writes after an answer; empty: no mark."""
+    """Render an answer and return the mark that follows it; empty: the template has no mark."""
     answer = {"role": "assistant", "content": _PROBE}
     try:
         text = render([{"role": role, "content": "a"}, answer], False)

@@ -1,9 +1,9 @@
-"""Compiles a structure in a process with limits before the engine uses it.
+"""Compiles a structure in a process with limits of time and memory, before the engine does.
 
 llguidance cannot be interrupted, and some short schemas never compile (``multipleOf`` of a
 large prime) or take seconds a token. A separate process compiles the grammar and generates a
-few random texts. If its processor time or memory exceed the limits, the operating system ends
-that process and not the server.
+few random texts. If the process exceeds a limit, the operating system ends it, and the server
+runs on.
 """
 
 import json
@@ -38,28 +38,31 @@ _ENDED = "the process ended"
 
 
 class GrammarTrial:
-    """A separate process that tries structures, started by the first one; for one thread."""
+    """Checks structures in a separate process, started for the first one; for one thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._arguments = tokenizer, vocab_size, tuple(ends)
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, structure: Structure) -> None:
-        """Raise ValueError for a structure that no text matches or that takes too long.
+        """Compile a structure in the separate process.
 
         Raises:
-            ValueError: the message has the reason.
+            ValueError: if no text matches the structure, or compiling takes too long or too
+                much memory; the message has the reason.
         """
         refusal = self._answer_to(asdict(structure))
         if refusal is _ENDED:
             refusal = (
-                f"this structure cannot be enforced: its grammar takes more than {COMPILE_S} "
-                f"seconds or {_MEMORY_BYTES >> 30} GiB. Use smaller counts and fewer parts."
+                f"this structure cannot be enforced: compiling its grammar takes more than "
+                f"{COMPILE_S} seconds or {_MEMORY_BYTES >> 30} GiB. Use smaller counts and "
+                "fewer parts."
             )
         if refusal:
             raise ValueError(refusal)
 
     def _answer_to(self, question: Any) -> str:
+        """Send one line of JSON to the process, starting it if needed; return its answer."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -72,7 +75,7 @@ class GrammarTrial:
             with TemporaryDirectory() as folder:
                 tokenizer.save(folder)
                 if self._answer_to([folder, *sizes]) is _ENDED:
-                    raise ValueError("structures cannot be tried: their process failed.")
+                    raise ValueError("structures cannot be checked: the process for it failed.")
         pipes = self._process.stdin, self._process.stdout
         assert None not in pipes
         to, answers = pipes
@@ -80,13 +83,13 @@ class GrammarTrial:
         to.flush()  # pyrefly: ignore
         if line := answers.readline():  # pyrefly: ignore
             return json.loads(line)
-        _end(self._process)  # it exceeded a limit
+        _end(self._process)  # no answer: the process exceeded a limit
         self._process = None
         return _ENDED
 
 
 def main() -> None:
-    """Read structures from standard input until it closes; write why each is refused."""
+    """Read structures from standard input until EOF; write the refusal of each, or ''."""
     vocabulary = None
     for line in sys.stdin.buffer:
         question = json.loads(line)
@@ -96,6 +99,7 @@ def main() -> None:
             _limit_memory()
             refusal = ""
         else:
+            # RLIMIT_CPU counts from the start of the process: add the time used so far.
             used = resource.getrusage(resource.RUSAGE_SELF)
             until = int(used.ru_utime + used.ru_stime) + COMPILE_S + 1
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -114,8 +118,8 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
         return str(error)
     if time.process_time() - begin > COMPILE_S:
         return (
-            f"this structure cannot be enforced: it compiles for more than {COMPILE_S} "
-            "seconds. Use smaller counts and fewer parts."
+            f"this structure cannot be enforced: compiling its grammar takes more than "
+            f"{COMPILE_S} seconds. Use smaller counts and fewer parts."
         )
     generator, dead_end = random.Random(0), ""
     for _ in range(_NUM_WALKS):
@@ -128,7 +132,7 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
 
 
 def _walk(matcher: Any, generator: random.Random) -> str:
-    """Generate a text of random allowed tokens; return why it got stuck, or empty."""
+    """Generate a text of random allowed tokens; return why no token follows, or empty."""
     for _ in range(_NUM_TOKENS):
         begin = time.process_time()
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -138,6 +142,7 @@ def _walk(matcher: Any, generator: random.Random) -> str:
             return error_of(matcher)
         if matcher.is_stopped():
             return ""
+        # Take the first allowed token from a random position on, or the first of all.
         begin = generator.randrange(allowed.bit_length())
         rest = allowed >> begin << begin or allowed
         matcher.consume_token((rest & -rest).bit_length() - 1)

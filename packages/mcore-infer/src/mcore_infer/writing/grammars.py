@@ -1,6 +1,7 @@
-"""Grammars of structures, and tokenizers in llguidance's form; imports no torch.
+"""Converts structures and tokenizers to llguidance's form.
 
-``grammar_trial`` imports this module in a separate process, which must start quickly.
+Imports no torch, because ``grammar_trial`` imports this module in a process that must start
+quickly.
 """
 
 import json
@@ -14,18 +15,18 @@ from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 
 MAX_BYTES = 1 << 18
-"""Most bytes of a schema, an expression or a grammar."""
+"""Largest size of a schema, an expression or a grammar."""
 _BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
-"""White space between the parts of JSON: enough to indent, but limited, so that a model cannot
-write white space forever. ``x-guidance`` in a schema takes precedence."""
+"""White space between the parts of JSON: enough for indentation, but limited, so that a model
+cannot write white space forever. ``x-guidance`` in a schema takes precedence."""
 _MISSING = "structured output needs llguidance: pip install 'mcore-infer[structured]'."
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NUM_INCLUDED = 16
-"""Most subschemas of one conjunction that are read together."""
+"""Largest number of subschemas of one conjunction that are combined."""
 _MOST_LETTERS = 256
-"""Of a pattern and a property's name that are compared."""
+"""Largest total length of a pattern and a property's name that are compared."""
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 
 
@@ -43,7 +44,7 @@ def build_grammar(structure: Structure) -> str:
     """Return the grammar of a structure in llguidance's form.
 
     Raises:
-        ValueError: if llguidance is missing, the schema is no JSON, or the structure is longer
+        ValueError: if llguidance is missing, the schema is not JSON, or the structure is longer
             than ``MAX_BYTES``.
     """
     matcher = llguidance().LLMatcher
@@ -57,7 +58,7 @@ def build_grammar(structure: Structure) -> str:
     try:
         schema = json.loads(structure.text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the schema is no JSON: {error}.") from None
+        raise ValueError(f"the schema is not valid JSON: {error}.") from None
     return matcher.grammar_from_json_schema(json_rule(schema).removeprefix("%json "))
 
 
@@ -77,11 +78,11 @@ def json_rule(schema: Any) -> str:
 
 
 def finite(schema: Any) -> Any:
-    """Return a schema in which parts that no finite value satisfies are ``false``.
+    """Replace subschemas that no finite value satisfies by ``false``; return the schema.
 
-    Such a part refers to or requires itself. With ``false`` in its place, llguidance refuses a
-    schema that requires the part, and leaves out an optional part; otherwise texts would start
-    an endless value. The time is linear in the size of the schema.
+    Such a subschema refers to or requires itself. With ``false`` in its place, llguidance
+    refuses a schema that requires it, and leaves out an optional property; otherwise a text
+    could start an endless value. The time is linear in the size of the schema.
     """
     has_value, num_parts = _parts_with_values(schema)
     return schema if num_parts == len(has_value) else _replaced(schema, has_value)
@@ -105,7 +106,7 @@ def _parts_with_values(schema: Any) -> tuple[set[int], int]:
         return len(users) - 1
 
     def gate_of(part: Any) -> int | None:
-        """Return the gate of a subschema; None: a value satisfies it."""
+        """Return the gate of a subschema; None: a finite value satisfies the subschema."""
         if part is False:
             return never
         if not isinstance(part, dict):
@@ -131,7 +132,7 @@ def _parts_with_values(schema: Any) -> tuple[set[int], int]:
         return number
 
     def kind_gate(kind: Any, parts: Sequence[dict[str, Any]]) -> int | None:
-        """Return the gate of objects or arrays that satisfy all parts; None: other types."""
+        """Return a gate: some object (or array) satisfies all parts; None: other types do."""
         number = gate()
         if kind == "object":
             required = {name for part in parts for name in _required(part)}
@@ -165,14 +166,15 @@ def _parts_with_values(schema: Any) -> tuple[set[int], int]:
         parts = _conjunction(node, schema, anchors)
         kinds = next((part["type"] for part in parts if "type" in part), None)
         if kinds is None or any("enum" in part or "const" in part for part in parts):
-            continue  # a value of another type than object and array satisfies it
+            continue  # a number, a string or a listed value satisfies the subschema
         kinds = kinds if isinstance(kinds, list) else [kinds]
         require(number, any_of([kind_gate(kind, parts) for kind in kinds]))
     ready = [number for number, count in enumerate(open_inputs) if not count]
     while ready:
         for user in users[ready.pop()]:
             open_inputs[user] -= 1
-            if not open_inputs[user]:  # the other inputs of a gate of any make it negative
+            # Further inputs of an any_of gate make its count negative: it fires once, at 0.
+            if not open_inputs[user]:
                 ready.append(user)
     return {part for part, number in gates.items() if open_inputs[number] <= 0}, len(gates)
 
@@ -194,7 +196,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _conjunction(node: dict[str, Any], root: Any, anchors: Any) -> list[dict[str, Any]]:
-    """Return a subschema and the first that it includes by ``allOf`` and ``$ref``."""
+    """Return a subschema and those it includes by ``allOf`` and ``$ref``, up to a limit."""
     parts, seen = [node], {id(node)}
     for part in parts:
         included = list(_values(part, "allOf"))
@@ -220,28 +222,28 @@ def _count(part: dict[str, Any], name: str) -> int:
 
 
 def _of_name(part: dict[str, Any], name: str) -> list[Any]:
-    """Return the subschemas of which one applies to a property."""
+    """Return the candidates for the subschema of one property; at least one applies."""
     properties = part.get("properties")
     if isinstance(properties, dict) and name in properties:
         return [properties[name]]
-    answers = [(_matches(pattern, name), each) for pattern, each in _patterns(part)]
-    for is_match, subschema in answers:
+    matches = [(_matches(pattern, name), each) for pattern, each in _patterns(part)]
+    for is_match, subschema in matches:
         if is_match:
             return [subschema]
-    unknown = [subschema for is_match, subschema in answers if is_match is None]
-    return [*unknown, part.get("additionalProperties", True)]
+    undecided = [subschema for is_match, subschema in matches if is_match is None]
+    return [*undecided, part.get("additionalProperties", True)]
 
 
 def _of_any_name(part: dict[str, Any]) -> list[Any]:
-    """Return the subschemas of which one applies to a property of a free name."""
+    """Return the candidates for the subschema of a property with any free name."""
     properties = part.get("properties")
-    given = list(properties.values()) if isinstance(properties, dict) else []
+    named = list(properties.values()) if isinstance(properties, dict) else []
     patterns = _patterns(part)
     for pattern, subschema in patterns:
         if pattern.strip("^$") in ("", ".*") and pattern != "^$":
-            return [*given, subschema]
+            return [*named, subschema]
     others = [subschema for _, subschema in patterns]
-    return [*given, *others, part.get("additionalProperties", True)]
+    return [*named, *others, part.get("additionalProperties", True)]
 
 
 def _patterns(part: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -250,10 +252,10 @@ def _patterns(part: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _matches(pattern: str, name: str) -> bool | None:
-    """Whether a pattern matches a name; None: unknown.
+    """Whether a pattern matches a property's name; None: undecided.
 
-    Only patterns of letters, digits, dots and at most one repetition at their end are tried:
-    they mean the same in every dialect and take little time.
+    Only patterns of letters, digits, dots and at most one repetition at their end are compared:
+    such patterns mean the same in every dialect of expressions and take little time.
     """
     is_plain = re.fullmatch(r"\^?([\w .-]*[\w .-][*+?]?)?\$?", pattern, re.ASCII)
     if not is_plain or len(pattern) + len(name) > _MOST_LETTERS or not name.isprintable():
@@ -263,6 +265,7 @@ def _matches(pattern: str, name: str) -> bool | None:
 
 def _target(reference: str, root: Any, anchors: Any) -> Any:
     """Return the target of a local reference; True for other references."""
+    # A reference may repeat the schema's own URL ($id) before the fragment.
     if isinstance(root, dict) and isinstance(base := root.get("$id"), str) and base:
         reference = reference.removeprefix(base.removesuffix("#")) or "#"
     if reference in anchors:
@@ -306,10 +309,10 @@ class Vocabulary:
         self.tokens = tokens
 
     def compile(self, grammar: str, kind: str) -> Any:
-        """Return a matcher whose first mask is computed.
+        """Compile a grammar to a matcher, and compute its first mask.
 
         Raises:
-            ValueError: if llguidance rejects the grammar, or no text matches it.
+            ValueError: if llguidance rejects the grammar, or no text matches the grammar.
         """
         library = llguidance()
         limits = library.LLParserLimits(precompute_large_lexemes=False)
@@ -332,11 +335,11 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
 
     Raises:
         ValueError: if llguidance is missing, no token ends a text, or the tokenizer does not
-            give the bytes of its tokens.
+            return the bytes of its tokens.
     """
     library = llguidance()
     if not ends:
-        raise ValueError("structured output needs a tokenizer with an end of document.")
+        raise ValueError("structured output needs a tokenizer with an end-of-document token.")
     sizes = {"n_vocab": vocab_size, "eos_token": list(ends)}
     if isinstance(tokenizer, HFTokenizer):
         return Vocabulary(library.LLTokenizer(tokenizer.text, **sizes))
@@ -359,7 +362,7 @@ class _HasTokenBytes(Protocol):
 
 
 class _TokenizerView:
-    """A tokenizer with the attributes and the call that llguidance reads."""
+    """Adapter of a tokenizer with the attributes and the call that llguidance expects."""
 
     bos_token_id = None
 
@@ -379,7 +382,7 @@ class _TokenizerView:
 
 
 def llguidance() -> Any:
-    """Import llguidance."""
+    """Import llguidance; raise ValueError with the name of the extra if it is missing."""
     try:
         import llguidance
     except ImportError:

@@ -1,7 +1,7 @@
-"""The engine's request of one text, its running sequence, and its result.
+"""Request of one text, its state while the engine writes it, and its result.
 
-Rank 0 sends a ``TextRequest`` to all ranks; a ``RunningSequence`` holds the tokens written so
-far and decides which of them are final.
+Rank 0 sends a ``TextRequest`` to all ranks. A ``RunningSequence`` has the tokens written so
+far, and returns each token once it is final.
 """
 
 import math
@@ -20,13 +20,13 @@ Top = tuple[tuple[int, float], ...]
 
 
 FinishReason = Literal["stop", "length", "error"]
-"""``stop``: an end of document, a stop sequence, or the end of the structure; ``length``: the
-number of tokens; ``error``: no token continues the text within its structure."""
+"""Why a text ended. ``stop``: an end of document, a stop sequence, or the end of the structure;
+``length``: the limit of tokens; ``error``: no token continues the text within its structure."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A token of a text that no stop sequence can remove any more."""
+    """A final token of a text: no stop sequence can remove it any more."""
 
     row: int
     """Index of the prompt in a list, or the engine's request number."""
@@ -43,7 +43,7 @@ class Beam:
 
     ids: tuple[int, ...]
     score: float
-    """Sum of log probabilities over its length to the power of the length penalty."""
+    """Sum of log probabilities, divided by the length to the power of the length penalty."""
     has_end: bool
     """Whether the last token is an end token."""
 
@@ -53,7 +53,7 @@ class Generation:
     """The result of one request."""
 
     ids: tuple[int, ...]
-    """Token ids without prompt and stop sequence; an end of document is included."""
+    """Token ids of the text, without the stop sequence; an end of document is included."""
     log_probs: tuple[float, ...]
     """Log probability of each id, before penalties, temperature and cut-off; empty: not
     requested."""
@@ -64,9 +64,9 @@ class Generation:
     prompt_log_probs: tuple[float, ...] = ()
     """Log probabilities of the prompt's tokens after the first; empty: not requested."""
     prompt_top: tuple[Top, ...] = ()
-    """The likeliest tokens at those positions; empty: not requested."""
+    """The likeliest tokens at the positions of ``prompt_log_probs``; empty: not requested."""
     beams: tuple[Beam, ...] = ()
-    """Results of beam search, best first; ``ids`` is the first of them."""
+    """Results of beam search, best first; ``ids`` is that of the first beam."""
     weights_versions: tuple[int, ...] = ()
     """Versions of the weights that wrote the tokens, in order; several if the weights changed
     while the text was written. Empty: beam search."""
@@ -74,7 +74,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRules:
-    """Changes to the logits of single tokens."""
+    """Changes to the logits of single tokens, on top of sampling and penalties."""
 
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and the numbers added to their logits after penalties."""
@@ -91,7 +91,7 @@ class TokenRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """Log probabilities that a request returns; no others are computed."""
+    """Log probabilities that a request returns; the engine computes no others."""
 
     log_probs: bool = True
     """Log probability of each written token."""
@@ -100,27 +100,27 @@ class ScoreRequest:
     """Likeliest tokens to return at each position."""
 
     prompt: bool = False
-    """Also those of the prompt's tokens; the prompt then uses no shared pages."""
+    """Also score the prompt's tokens; the prompt is then computed without shared pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """One text to write after a prompt."""
+    """One text to write after a prompt: sampling, limits, stops and scores."""
 
     prompt: Sequence[int]
     """Token ids, at least one."""
 
     sampling: SamplingConfig
-    """How tokens are chosen; its ``num_tokens`` is not read."""
+    """How tokens are chosen; ``SamplingConfig.num_tokens`` is ignored."""
 
     num_tokens: int
-    """Most tokens to write; 0: only score the prompt."""
+    """Largest number of tokens to write; 0: only score the prompt."""
 
     seed: int
     """Seed of the random numbers that choose tokens."""
 
     eod: int | None = None
-    """Token that ends the text; None: no token does."""
+    """Token that ends the text; None: no token ends it."""
 
     stop: Sequence[Sequence[int]] = ()
     """Token sequences that end the text and are cut off."""
@@ -139,10 +139,10 @@ class TextRequest:
 
 
 class RunningSequence:
-    """One text while it is written.
+    """State of one text while the engine writes it: tokens, random numbers, structure.
 
     Attributes:
-        request: the request that is being written.
+        request: the request of this text.
         prompt: token ids.
         sampling: how tokens are chosen.
         rules: changes to the logits of single tokens.
@@ -151,9 +151,11 @@ class RunningSequence:
         needs_last_token: whether sampling itself, and not only the model, needs the previous
             token.
         ids: tokens so far, without stop sequences.
-        prompt_log_probs: of the prompt's tokens after the first; empty: not requested.
-        prompt_top: the likeliest tokens at those positions.
-        weights_versions: of the weights that wrote the tokens, in order.
+        prompt_log_probs: log probabilities of the prompt's tokens after the first; empty: not
+            requested.
+        prompt_top: the likeliest tokens at the positions of ``prompt_log_probs``.
+        num_released: how many of ``ids`` were returned as final.
+        weights_versions: versions of the weights that wrote the tokens, in order.
         finish_reason: None while the text is being written.
     """
 
@@ -177,9 +179,9 @@ class RunningSequence:
         num_scored = len(self.prompt) - 1 if request.scores.prompt else 0
         self.prompt_log_probs = [math.nan] * num_scored  # NaN: not computed yet
         self.prompt_top: list[Top] = [()] * num_scored
-        self._draws: list[float] = []  # drawn ahead and not consumed
-        # Lists of numbers: one object a token would make Python's garbage collector scan
-        # millions of objects while the device waits.
+        self._draws: list[float] = []  # random numbers drawn ahead and not consumed
+        # Parallel lists of numbers instead of an object for each token: Python's garbage
+        # collector would scan millions of objects while the device waits.
         self.ids: list[int] = []
         self._log_probs: list[float | None] = []
         self._tops: list[Top] = []
@@ -190,7 +192,7 @@ class RunningSequence:
 
     @property
     def cut(self) -> SamplingConfig:
-        """Temperature and cut-off of the next token; all other fields have their defaults."""
+        """Temperature, top-k and top-p of the next token, with the decay of top-p applied."""
         decay = self.sampling.top_p_decay
         if not decay:
             return self._cut
@@ -198,13 +200,13 @@ class RunningSequence:
         return replace(self._cut, top_p=max(top_p, self.sampling.top_p_bound))
 
     def draw(self) -> float:
-        """Return the next random number, uniform in [0, 1), and consume it."""
+        """Consume and return the next random number, uniform in [0, 1)."""
         number = self.draw_ahead(0)
         self.forget_draws(1)
         return number
 
     def draw_ahead(self, offset: int) -> float:
-        """Return the random number ``offset`` positions after the next; consumes none."""
+        """Return the random number ``offset`` positions after the next; consume none."""
         while len(self._draws) <= offset:
             number = torch.rand((), generator=self.random, dtype=torch.float64)
             self._draws.append(number.item())
@@ -215,7 +217,10 @@ class RunningSequence:
         del self._draws[:count]
 
     def add(self, token: NewToken) -> list[NewToken]:
-        """Append a token; return the tokens that no stop sequence can remove any more."""
+        """Append a token, end the text if due, and return the tokens that are now final.
+
+        A token is final once no stop sequence can remove it.
+        """
         if not self.num_tokens:
             self.finish_reason = "length"
             return []
@@ -238,6 +243,7 @@ class RunningSequence:
                 self.finish_reason = "length"
         if not self.stop and self.matcher is None:
             return [token]
+        # Hold back the last tokens while they may be the start of a stop sequence.
         num_held = 0 if self.finish_reason else self._undecided()
         new = slice(self.num_released, len(self.ids) - num_held)
         self.num_released = max(new.start, new.stop)
@@ -257,7 +263,7 @@ class RunningSequence:
         return self.ids[-len(sequence) :] == sequence
 
     def _undecided(self) -> int:
-        """Return how many last tokens may be the start of a stop sequence."""
+        """Return the number of last tokens that may be the start of a stop sequence."""
         longest = 0
         for sequence in self.stop:
             for length in range(1, min(len(sequence), len(self.ids) + 1)):

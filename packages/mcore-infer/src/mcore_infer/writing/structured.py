@@ -1,10 +1,10 @@
 """Structured output: restricts texts to a JSON schema, a regular expression or a grammar.
 
-llguidance (extra ``structured``) finds the allowed next tokens on the host, with a parser and
-the trie of all tokens, while the device computes logits. The logits of all other tokens are
-masked on the device. Some grammars never finish compiling. A server therefore calls
+llguidance (extra ``structured``) computes the allowed next tokens on the host, with a parser
+and the trie of all tokens, while the device computes logits. The logits of all other tokens are
+masked on the device. Because some grammars never finish compiling, a server calls
 ``Grammars.prepare``: a thread compiles each structure once, after a process with limits on time
-and memory has tried it (``grammar_trial``).
+and memory has compiled the structure as a trial (``grammar_trial``).
 """
 
 import logging
@@ -27,18 +27,18 @@ from mcore_infer.writing.grammars import Structure, Vocabulary, build_grammar, o
 log = logging.getLogger(__name__)
 
 _NUM_KEPT = 64
-"""Size of the cache of compiled structures, least recently used first out."""
+"""Number of compiled structures in the cache; the least recently used is dropped first."""
 
 
 @runtime_checkable
 class Matcher(Protocol):
-    """The position of one text within its structure."""
+    """State of one text within its structure: which tokens may follow."""
 
     def allowed(self) -> Int[Tensor, " W"]:
         """Return a bit mask of the allowed next tokens, 32 to a number, lowest bit first."""
 
     def take(self, token: int) -> bool:
-        """Advance by a token; return False if no token may follow an incomplete text."""
+        """Advance by a token; return False if the incomplete text has no next token."""
 
     @property
     def is_over(self) -> bool:
@@ -49,17 +49,17 @@ class Grammars:
     """Compiles structures for one tokenizer, each once, and returns matchers for texts.
 
     Attributes:
-        tokenizer: of the model.
-        vocab_size: of the model; may exceed the tokenizer's.
+        tokenizer: tokenizer of the model.
+        vocab_size: vocabulary size of the model; may exceed the tokenizer's.
         ends: tokens that end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> None:
-        """Store the arguments; the tokenizer is read when the first structure is compiled.
+        """Store the arguments; the tokenizer is converted when the first structure is compiled.
 
         Args:
-            tokenizer: of the model.
-            vocab_size: of the model.
+            tokenizer: tokenizer of the model.
+            vocab_size: vocabulary size of the model.
             ends: tokens that end a text, in addition to the tokenizer's end of document.
         """
         eod = () if tokenizer.eod is None else (tokenizer.eod,)
@@ -74,8 +74,8 @@ class Grammars:
 
         Args:
             structure: grammar of texts.
-            is_tried: whether a process with limits compiles it first; False on ranks that
-                follow rank 0, which has tried it.
+            is_tried: whether a process with limits compiles the structure first; False on
+                ranks other than 0, after the trial of rank 0.
 
         Returns:
             A future that is done once ``matcher`` returns immediately. Raises ``ValueError`` if
@@ -101,7 +101,7 @@ class Grammars:
 
     def _compile(self, structure: Structure, is_tried: bool) -> "_Compiled":
         vocabulary = self._vocabulary
-        if is_tried:  # before anything is computed here, where nothing limits the time
+        if is_tried:  # the trial comes first, because this thread has no limits of time
             self._trial.check(structure)
         grammar = build_grammar(structure)
         begin = time.monotonic()
@@ -132,7 +132,7 @@ class _LLMatcher:
 
     def take(self, token: int) -> bool:
         is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
-        if not is_taken:  # no token of the vocabulary may follow, or a limit was reached
+        if not is_taken:  # no token of the vocabulary may follow, or llguidance hit a limit
             error = self._matcher.get_error().partition("\n")[0]
             log.warning("a text cannot satisfy its structure: %s", error)
         return is_taken
@@ -145,10 +145,11 @@ class _LLMatcher:
 def allowed_tokens(
     matchers: Sequence[Matcher], vocab_size: int, device: torch.device
 ) -> Bool[Tensor, "R V"]:
-    """Return the allowed next tokens of each text on the device; the host does not wait."""
+    """Return the allowed next tokens of each text as a mask on the device, without a sync."""
     words = torch.stack([matcher.allowed() for matcher in matchers])
     if device.type == "cuda":
         words = words.pin_memory()
     words = words.to(device, non_blocking=True)
+    # Bit i of word w is token 32 w + i: [R, W] -> [R, W, 32] -> [R, V].
     bits = words[:, :, None] >> torch.arange(32, device=device, dtype=torch.int32)
     return (bits & 1).flatten(1)[:, :vocab_size].bool()

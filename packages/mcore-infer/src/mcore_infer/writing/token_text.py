@@ -1,8 +1,8 @@
 """Tokens to text: bytes of tokens, incremental decoding, answers up to a stop string.
 
-``Answer`` releases text once no later token can change it: after whole characters, and not
-while it may be the start of a stop string. A stream and a complete answer consist of the same
-pieces.
+``Answer`` releases text once no later token can change it: up to the last whole character, and
+without a suffix that may be the start of a stop string. A stream and a complete answer consist
+of the same pieces.
 """
 
 import json
@@ -21,7 +21,7 @@ class TokenTexts:
     """Bytes and names of the tokens of one tokenizer.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ class TokenTexts:
         return self.tokenizer.decode([token]).encode() if known is None else known
 
     def name(self, token: int) -> str:
-        r"""Return a token's text; ``bytes:\xe4`` for bytes that are not UTF-8, as OpenAI."""
+        r"""Return a token's text; other bytes than UTF-8 as ``bytes:\xe4``, as OpenAI."""
         if token not in self._names:
             text = self.of(token)
             try:
@@ -54,17 +54,17 @@ class TokenTexts:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest token; 0: unknown."""
+        """Number of bytes of the longest token; 0: unknown."""
         return max((len(known) for known in self._known if known is not None), default=0)
 
     def fewest(self, text: str) -> int:
-        """Return a lower bound of a text's number of tokens, from its length."""
+        """Return a lower bound of the number of a text's tokens, from the text's length."""
         return -(-len(text) // self.longest) if self.longest else 0
 
     def by_name(self, top: Top) -> dict[str, float]:
         """Return log probabilities by the names of their tokens, likeliest last.
 
-        A token with the name of a likelier token is called ``token_id:`` and its number.
+        If two tokens have the same name, the less likely one is named ``token_id:`` and its id.
         """
         by_name: dict[str, float] = {}
         for token, value in top:
@@ -85,17 +85,17 @@ class _HasTokenBytes(Protocol):
 
 
 def _hf_token_bytes(tokenizer: HFTokenizer) -> list[bytes | None]:
-    """Return the bytes of every token: its piece, as the tokenizer's decoder writes it."""
+    """Return the bytes of every token: the piece after the steps of the tokenizer's decoder."""
     decoders = _parts(json.loads(tokenizer.text).get("decoder") or {})
     kinds = {decoder.get("type") for decoder in decoders}
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
-    replaced = [
+    replacements = [
         (decoder["pattern"]["String"], decoder["content"])
         for decoder in decoders
         if decoder.get("type") == "Replace" and "String" in decoder.get("pattern", {})
     ]
     if "Metaspace" in kinds:
-        replaced.append(("\u2581", " "))
+        replacements.append(("\u2581", " "))
     added = tokenizer.core.get_added_tokens_decoder()
     token_bytes: list[bytes | None] = [None] * tokenizer.vocab_size
     for piece, i in tokenizer.core.get_vocab().items():
@@ -108,7 +108,7 @@ def _hf_token_bytes(tokenizer: HFTokenizer) -> list[bytes | None]:
         elif "WordPiece" in kinds:
             token_bytes[i] = piece.removeprefix("##").encode()
         else:
-            for old, new in replaced:
+            for old, new in replacements:
                 piece = piece.replace(old, new)  # noqa: PLW2901
             token_bytes[i] = piece.encode()
     return token_bytes
@@ -124,27 +124,27 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Decodes the tokens of one text into pieces of text as they arrive.
+    """Decodes the tokens of one text, as they arrive, into pieces of text.
 
-    A token may hold a part of a character, and decoders may join a token to its neighbours.
-    Each token is therefore decoded together with those before it, and a piece is returned once
-    it ends in a whole character.
+    A token may be a part of a character, and decoders may join a token to its neighbours. Each
+    token is therefore decoded together with earlier tokens, and a piece is returned once its
+    last character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None) -> None:
         """Start without tokens.
 
         Args:
-            tokenizer: decodes; special tokens have no text.
+            tokenizer: tokenizer of the text; special tokens have no text.
             kept: texts of special tokens that are part of the text, by id.
         """
         self.tokenizer, self._kept = tokenizer, kept or {}
         self._ids: list[int] = []
         self._context = 0  # returned tokens that are decoded again as context
-        self._given = 0  # tokens whose text has been returned
+        self._num_returned = 0  # tokens whose text has been returned
 
     def add(self, token: int) -> str:
-        """Add a token; return the text that is complete by now, possibly empty."""
+        """Add a token; return the text of all tokens that became complete, possibly empty."""
         self._ids.append(token)
         piece = self._new_text()
         if not piece or piece.endswith(_INCOMPLETE):
@@ -160,11 +160,11 @@ class TextStream:
 
     def _new_text(self) -> str:
         # Decode the context again: the difference is the text of the new tokens.
-        returned = self._decode(self._context, self._given)
+        returned = self._decode(self._context, self._num_returned)
         return self._decode(self._context, len(self._ids))[len(returned) :]
 
     def _advance(self) -> None:
-        self._context, self._given = self._given, len(self._ids)
+        self._context, self._num_returned = self._num_returned, len(self._ids)
 
     def _decode(self, begin: int, end: int) -> str:
         ids = self._ids[begin:end]
@@ -181,11 +181,11 @@ class TextStream:
 
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of a text that is a prefix of a mark."""
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0:
-        if mark.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(mark[0], at + 1)
+    begin = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while begin >= 0:
+        if mark.startswith(text[begin:]):
+            return len(text) - begin
+        begin = text.find(mark[0], begin + 1)
     return 0
 
 
@@ -197,9 +197,9 @@ class ScoredToken:
     log_prob: float | None
     """None for the first token of a prompt."""
     top: Top
-    """The likeliest tokens at its position, including the token itself."""
+    """The likeliest tokens at the token's position, including the token itself."""
     offset: int
-    """Position of its first character in the text."""
+    """Position of the token's first character in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +212,12 @@ class AnswerPiece:
 
 
 class Answer:
-    """Turns the tokens of one text into pieces.
+    """Decodes the tokens of one text into pieces, and ends the text at a stop string.
 
     Attributes:
         written: all tokens of the engine, with stop string and end token.
         finish_reason: None while the text is being written.
-        result: of the engine; None if a stop string ended the text.
+        result: result of the engine; None if a stop string ended the text.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ class Answer:
         """Start with an empty text.
 
         Args:
-            texts: of the tokenizer.
+            texts: bytes and names of the tokenizer's tokens.
             eod: token that ends the text and is not part of it.
             stop: strings that end the text.
-            min_tokens: tokens before which stop strings are ignored.
+            min_tokens: number of tokens before which stop strings are ignored.
             keeps_stop: whether a stop string is part of the text.
             is_scored: whether pieces contain scored tokens.
             offset: length of the text before the answer.
@@ -252,15 +252,15 @@ class Answer:
         self._stream = TextStream(texts.tokenizer, kept)
         self._held = ""  # text that may be the start of a stop string
         self._held_tokens: list[ScoredToken] = []
-        self._decoded = self._released = offset  # lengths of text
+        self._decoded = self._released = offset  # lengths of decoded and of returned text
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of what was written."""
+        """Ids of the written tokens."""
         return [token.id for token in self.written]
 
     def add(self, token: NewToken) -> AnswerPiece:
-        """Add a token; return the piece that it released."""
+        """Add a token; return the piece of text that became final."""
         assert self.finish_reason is None
         self.written.append(token)
         if token.id == self._eod:
@@ -284,11 +284,11 @@ class Answer:
         self._held += text
         self._decoded += len(text)
         stop = self._stop if len(self.written) >= self._min_tokens else ()
-        matches = [(at, mark) for mark in stop if (at := self._held.find(mark)) >= 0]
+        matches = [(begin, mark) for mark in stop if (begin := self._held.find(mark)) >= 0]
         if matches:
-            at, mark = min(matches, key=lambda match: match[0])  # the first in the text
+            begin, mark = min(matches, key=lambda match: match[0])  # the first in the text
             self.finish_reason = "stop"
-            return self._release(at + len(mark) * self._keeps_stop)
+            return self._release(begin + len(mark) * self._keeps_stop)
         longest = max((overlap(self._held, mark) for mark in stop), default=0)
         return self._release(len(self._held) - longest)
 
@@ -303,7 +303,7 @@ class Answer:
 def prompt_tokens(
     texts: TokenTexts, prompt: Sequence[int], result: Generation
 ) -> Iterator[ScoredToken]:
-    """Yield the tokens of a prompt with the scores of a result."""
+    """Yield the tokens of a prompt with their scores in a result, and their text positions."""
     log_probs: list[float | None] = [None, *result.prompt_log_probs]
     top: list[Top] = [(), *(result.prompt_top or [()] * (len(prompt) - 1))]
     stream, offset = TextStream(texts.tokenizer), 0

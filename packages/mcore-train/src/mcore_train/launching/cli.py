@@ -129,8 +129,9 @@ def _render(verb: str, words: list[str]) -> int:
         command,
         faults,
         container=container,
-        default_python=_python(verb),
-        sees_files=sees_files,
+        default_python=_python(verb, container),
+        # Paths in a mount are those of the container, on any launcher.
+        sees_files=sees_files and not getattr(container, "container_mounts", ()),
     )
     if options.job.is_elastic and verb not in ("slurm", "local"):
         faults.add(
@@ -163,10 +164,13 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:index], words[index + 1 :]
 
 
-def _python(verb: str) -> str:
+def _python(verb: str, container: ContainerConfig | None) -> str:
+    """Return the command that runs Python on the hosts; images need not contain uv."""
     import sys
 
-    return shlex.quote(sys.executable) if verb == "local" else "uv run python"
+    if verb == "local":
+        return shlex.quote(sys.executable)
+    return "python" if container and container.container_image else "uv run python"
 
 
 def _submit(config: SubmitConfig, submit: Callable[[], str]) -> int:

@@ -55,8 +55,8 @@ class JobConfig(Options):
     """Folder in which each host starts the ranks, the same on all hosts; empty:
     --container-workdir, else the current folder, or the image's folder if it is not mounted."""
     python: str = ""
-    """Command that runs Python on each host; empty: 'uv run python', and for launch local the
-    interpreter that runs this command."""
+    """Command that runs Python on each host; empty: 'uv run python', in a container 'python',
+    and for launch local the interpreter that runs this command."""
     env: tuple[str, ...] = ()
     """Environment variables of the ranks, each NAME=VALUE."""
     master_port: int = option(29500, minimum=1)

@@ -139,6 +139,13 @@ def build_job(
     log_parent = save if save and not is_store(as_path(save)) else workdir
     log_dir = os.path.normpath(Path(workdir) / (config.log_dir or f"{log_parent}/logs"))
     faults.attempt(_check_mounts, container, {"--log-dir": log_dir, "--save": save})
+    for recipe in train.launch.recipe:
+        if not _is_inside(container, os.path.normpath(Path(workdir) / recipe)):
+            log.warning(
+                "--recipe %s is in none of --container-mounts (%s): the image must have it. "
+                "Else mount its folder and give its path in the container.",
+                *(recipe, ", ".join(container.targets) or "none given"),
+            )
     return Job(
         config=config,
         restarts=restarts,
@@ -148,7 +155,7 @@ def build_job(
         workdir=workdir,
         log_dir=log_dir,
         save=save,
-        train_iters=plan.train_iters if plan is not None else 0,
+        train_iters=plan.train_iters if plan is not None else train.batch.train_iters,
         uses_gpus=uses_gpus,
         uses_ft_launcher=train.fault_tolerance.enable_ft_package,
         health_port=train.logging.health_port,

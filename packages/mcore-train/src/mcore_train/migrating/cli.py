@@ -24,7 +24,7 @@ _LOADED = (
 _FILES = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
     *("per_split_data_args_path", "data_cache_path", "data_mixture_path"),
-    "object_storage_cache_path",
+    *("object_storage_cache_path", "nccl_communicator_config_path"),
 )
 _TOKENIZERS = ("tokenizer_model", "vocab_file", "merge_file")
 _ASSUMED: Mapping[str, Any] = {"vocab_size": 131_072, "train_iters": 1000, "lr": 1e-4}
@@ -43,7 +43,7 @@ def migrate(
 ) -> int:
     """Translate a launch script or config of another trainer into a recipe.
 
-    Prints a line for each flag with its translation, then the recipe.
+    Prints a line for each flag with its translation, then the recipe and the next commands.
 
     Reads a shell script that starts Megatron's pretrain_*.py (the script is not run),
     model_config.yaml of Megatron's functional tests, YAML of NeMo or Megatron-Bridge, TOML of
@@ -96,6 +96,13 @@ def migrate(
         return 2
     if page:
         print(f"\n{page}")
+    left_open = "".join(f" {f} {f[2:].replace('-', '_').upper()}" for f in migration.open_flags)
+    print(
+        "\nnext, where the files of the run are, or with --mock-data instead of --data-path:\n"
+        f"  mcore-train {name} --recipe {output or 'FILE'}{left_open} --dry-run "
+        f"--world-size {trial.world_size}\n"
+        f"  torchrun -m mcore_train {name} --recipe {output or 'FILE'}{left_open}"
+    )
     return 0
 
 

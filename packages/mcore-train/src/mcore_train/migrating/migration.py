@@ -135,6 +135,8 @@ def migrate_file(path: Path, settings: Mapping[str, str], command: str = "") -> 
         values.keys()
     ):
         values.setdefault("fp8_recipe", "delayed")  # the only recipe with a history
+    if values.get("tensorboard_dir") or "--tensorboard-dir" in open_flags:
+        values["tensorboard"] = True  # Megatron's only flag for it
     theirs = defaults_not_taken(values, line.foreign, config_type)
     opened = {o.name: "x" for o in options if o.flag in open_flags and o.kind is str}
     outside = {**(theirs if source.has_megatron_defaults else {}), **opened}

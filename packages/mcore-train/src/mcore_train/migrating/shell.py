@@ -127,9 +127,9 @@ def shown(word: str) -> str:
     return word.replace(UNKNOWN, "")
 
 
-def _tokens(text: str) -> Iterator[_Token]:
+def _tokens(text: str, line: int = 1) -> Iterator[_Token]:
     """Split a script into raw words and operators, without comments and here-documents."""
-    position, line = 0, 1
+    position = 0
     ends: list[tuple[str, bool]] = []
     while position < len(text):
         if text.startswith("\\\n", position):
@@ -471,10 +471,10 @@ class _Evaluator:
             is_shell = word.rpartition("/")[2] in ("bash", "sh") and index + 2 < len(words)
             flag = words[index + 1] if is_shell else ""
             if is_shell and re.fullmatch(r"-\w*c", flag):
-                self.run(list(_tokens(words[index + 2])))
+                self.run(list(_tokens(words[index + 2], token.line)))
                 return True
         if words[:1] == ["eval"]:
-            self.run(list(_tokens(" ".join(words[1:]))))
+            self.run(list(_tokens(" ".join(words[1:]), token.line)))
             return True
         if words[:1] in (["source"], ["."]):
             self.script.skipped.append(

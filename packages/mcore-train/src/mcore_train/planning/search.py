@@ -234,7 +234,7 @@ def _layouts(
     for tp, pp, cp in product(tps, pps, cps):
         name = f"tp{tp} pp{pp} cp{cp}"
         if world_size % (tp * pp * cp):
-            _reject(found, f"{world_size} GPUs are no multiple of tp x pp x cp", name)
+            _reject(found, f"tp x pp x cp does not divide {world_size} GPUs", name)
             continue
         if layers % pp and not _uneven(layers, pp):
             _reject(found, "pipeline ranks do not divide the layers", f"{layers} over pp{pp}")

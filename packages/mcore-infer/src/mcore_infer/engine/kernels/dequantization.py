@@ -66,9 +66,9 @@ fma.rn.bf16x2 $3, d, f, e;
 @triton.jit
 @no_type_check
 def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Return numbers of e4m3 over ``e4m3_factor``."""
-    # The exponent bias is 7 in e4m3 and 127 in wide floats: the bits read as numbers * 2 **
-    # -120.
+    """Return the numbers of e4m3 codes, divided by ``e4m3_factor``."""
+    # The exponent bias is 7 in e4m3 and 127 in bfloat16 and float32: the same bits, read in the
+    # wide format, are the number times 2 ** -120.
     if IS_PACKED:
         small = tl.inline_asm_elementwise(
             _E4M3, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -89,39 +89,39 @@ def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def small_e4m3_words(word, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Return numbers of e4m3 over ``e4m3_factor`` from integers of four codes.
+    """Return the numbers of integers of four e4m3 codes, divided by ``e4m3_factor``.
 
-    The packed code reads whole integers, which saves taking them apart into bytes.
+    Reading whole integers saves the instructions that would separate their bytes.
     """
     if IS_PACKED:
         low, high = tl.inline_asm_elementwise(
             _E4M3, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
-        pair = tl.join(low, high)
+        pair = tl.join(low, high)  # each integer has two bfloat16 numbers, first one lowest
         pair = tl.reshape(pair, [pair.shape[0], 2 * pair.shape[1]])
         first = (pair & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
         second = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        found = tl.join(first, second)
+        numbers = tl.join(first, second)
     else:
         even = tl.join(word & 255, (word >> 16) & 255)
         odd = tl.join((word >> 8) & 255, (word >> 24) & 255)
         byte = tl.join(even, odd)  # [..., 2, 2] in the order of memory
         byte = tl.reshape(byte, [byte.shape[0], 2 * byte.shape[1], 2])
-        found = small_e4m3(byte, dtype, False)
-    return tl.reshape(found, [found.shape[0], 2 * found.shape[1]])
+        numbers = small_e4m3(byte, dtype, False)
+    return tl.reshape(numbers, [numbers.shape[0], 2 * numbers.shape[1]])
 
 
 @triton.jit
 @no_type_check
 def e4m3_factor(dtype: tl.constexpr):
-    """Return the factor on numbers of ``small_e4m3``: 1 in float16, which cannot hold it."""
+    """Return the factor on numbers of ``small_e4m3``: 1 in float16, whose range is small."""
     return 1.0 if dtype == tl.float16 else E4M3_FACTOR
 
 
 @triton.jit
 @no_type_check
 def wide_int8(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Return the integers of bytes."""
+    """Return the integers of int8 codes."""
     if IS_PACKED:
         wide = tl.inline_asm_elementwise(
             _INT8, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -134,7 +134,7 @@ def wide_int8(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def wide_int4(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Return the integers of low nibbles, and of high ones."""
+    """Return the integers of the low nibbles and of the high nibbles of int4 codes."""
     if IS_PACKED:
         low, high = tl.inline_asm_elementwise(
             _INT4,
@@ -145,6 +145,7 @@ def wide_int4(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
             pack=4,
         )
     else:
+        # x ^ 8 adds 8 to a four-bit two's complement integer, modulo 16.
         low = ((byte.to(tl.int32) & 15) ^ 8).to(dtype) - 8
         high = ((byte.to(tl.int32) >> 4) ^ 8).to(dtype) - 8
     return low, high
@@ -153,8 +154,8 @@ def wide_int4(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def wide_e2m1(code):
-    """Return the numbers of nibbles: sign, two bits of exponent, one of fraction."""
-    # Made as a number times 4.
+    """Return the numbers of e2m1 codes: sign, two bits of exponent, one bit of fraction."""
+    # Compute the number times 4 as an integer.
     fraction, exponent = code & 1, (code >> 1) & 3
     size = tl.where(exponent == 0, 2 * fraction, (2 + fraction) << exponent)
     return tl.where((code & 8) > 0, -size, size).to(tl.float32) * 0.25

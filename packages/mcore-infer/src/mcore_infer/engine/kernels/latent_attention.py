@@ -1,9 +1,9 @@
 """Triton kernel of decoding with multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-The cache has one vector a token, a latent part and a rotated key, which all heads read. The
-vector is loaded once for a block of heads; it is the key (both parts) and the value (the latent
-part). Splits are those of ``paged_attention``; the grid does not depend on lengths. Imported
-only if tensors are on a GPU.
+The cache has one vector for each token, a latent part and a rotated part, which all heads read.
+A program loads the vector once for a block of heads: both parts are the key, and the latent
+part is the value. Splits are those of ``paged_attention``; the grid does not depend on lengths.
+Imported only if tensors are on a GPU.
 """
 
 from typing import no_type_check
@@ -26,7 +26,7 @@ from mcore_infer.engine.kernels.paged_attention import (
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _MOST_HEADS = 32
-"""Most heads of one program: their accumulators fill the registers."""
+"""Most heads of one program, whose accumulators fill the registers."""
 
 
 @triton.jit
@@ -42,6 +42,7 @@ def _attend_latent(
     length = tl.load(lengths + request)
     begin, end = _keys_of_split(length, 0, split, KEYS, SPLITS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    # ``lane``: channels of the latent part; ``more``: channels of the rotated part.
     is_head, lane, more = head < N, tl.arange(0, LATENT), tl.arange(0, ROTATED)
     queries = q + (request * N + head[:, None]) * H
     query = tl.load(
@@ -57,6 +58,7 @@ def _attend_latent(
         rotated = tl.load(
             at + J + more[None, :], mask=is_seen & (more < H - J)[None, :], other=0.0
         )
+        # Scores are the sum of the products of both parts, as [keys, heads].
         score = tl.dot(latent, tl.trans(query), input_precision=PRECISION)
         score = tl.dot(rotated, tl.trans(rotated_query), score, input_precision=PRECISION)
         score = tl.where(is_seen, score * scale, float("-inf"))
@@ -84,9 +86,9 @@ def latent_decode(
 
     Args:
         q: queries; R requests. Scores are scaled by 1/sqrt(H).
-        keys: in pages of Z tokens.
-        tables: pages of each request, in order; at least those of its keys.
-        lengths: keys of each request.
+        keys: cached vectors in pages of Z tokens.
+        tables: pages of each request, in order; at least the pages of its keys.
+        lengths: number of keys of each request.
         value_dim: J, the first channels of a key that are its value.
     """
     (R, N, H), Z = q.shape, keys.shape[1]
@@ -136,8 +138,8 @@ def _trial(
     keys = wave(9, 32, 1, width, device=device, dtype=dtype)
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
-    want = reference_decode(q, keys, keys[..., :value_dim], tables, lengths)
-    return [(latent_decode(q, keys, tables, lengths, value_dim), want)]
+    reference = reference_decode(q, keys, keys[..., :value_dim], tables, lengths)
+    return [(latent_decode(q, keys, tables, lengths, value_dim), reference)]
 
 
 LATENT_KERNEL = OptionalKernel("the kernel of latent decoding", ("triton",), _trial)

@@ -18,12 +18,12 @@ from torch import Tensor
 from mcore_infer.engine.kernels.dequantization import e4m3_factor, small_e4m3_words
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
-_KEYS = 64
+_KEYS = 64  # keys of one tile
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
 _MEMORY = "keys", "values", "tables", "lengths"
 _ALL = 2**30
-"""More keys than any text has."""
+"""More keys than any text has: the value for "no window" and "no chunks"."""
 
 
 @triton.jit
@@ -36,7 +36,8 @@ def _first_seen(length, window, chunk):
 @triton.jit
 @no_type_check
 def _keys_of_split(length, seen, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    # The first key of a split, and one past its last; a split may be empty.
+    # The first key of a split, and one past its last; a split may be empty. Splits have equal
+    # numbers of tiles and begin at multiples of KEYS.
     first = seen // KEYS * KEYS
     size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     begin = first + split * size
@@ -53,13 +54,14 @@ def _place(table, position, Z: tl.constexpr):
 @triton.jit
 @no_type_check
 def _places(table, start, end, Z: tl.constexpr, KEYS: tl.constexpr):
-    # Rows of KEYS consecutive tokens. If a page holds a multiple of KEYS, they are in one page.
+    # Rows in the cache of KEYS consecutive tokens. If Z is a multiple of KEYS, all are in one
+    # page, and one load of the table suffices.
     key = tl.arange(0, KEYS)
     if Z % KEYS == 0:
-        found = _place(table, start, Z) + key
+        rows = _place(table, start, Z) + key
     else:
-        found = _place(table, tl.minimum(start + key, end - 1), Z)
-    return found
+        rows = _place(table, tl.minimum(start + key, end - 1), Z)
+    return rows
 
 
 @triton.jit
@@ -67,6 +69,7 @@ def _places(table, start, end, Z: tl.constexpr, KEYS: tl.constexpr):
 def _copy_row(
     source, target, scale, H: tl.constexpr, LANES: tl.constexpr, IS_FP8: tl.constexpr
 ):
+    # Copies a key or value to its page; for fp8, divides by the scale and clamps to +-448.
     lane = tl.arange(0, LANES)
     row = tl.load(source + lane, mask=lane < H)
     if IS_FP8:
@@ -85,24 +88,25 @@ def _loaded(
     memory, at, is_seen, dtype: tl.constexpr, H: tl.constexpr, LANES: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    # Keys or values of some tokens; fp8 codes become numbers over ``e4m3_factor``.
-    if IS_FP8:  # four codes at a time
+    # Keys or values of the tokens in rows ``at``. fp8 codes become numbers divided by
+    # ``e4m3_factor``.
+    if IS_FP8:  # load four codes as one integer
         memory = memory.to(tl.pointer_type(tl.int32), bitcast=True)
     count: tl.constexpr = 4 if IS_FP8 else 1
     lane = tl.arange(0, LANES // count)
     seen = is_seen[:, None]
     if LANES > H:
         seen = seen & (lane[None, :] < H // count)
-    found = tl.load(memory + at[:, None] * (H // count) + lane[None, :], mask=seen, other=0)
+    loaded = tl.load(memory + at[:, None] * (H // count) + lane[None, :], mask=seen, other=0)
     if IS_FP8:
-        found = small_e4m3_words(found, dtype, dtype == tl.bfloat16)
-    return found
+        loaded = small_e4m3_words(loaded, dtype, dtype == tl.bfloat16)
+    return loaded
 
 
 @triton.jit
 @no_type_check
 def _scaled(x, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    # Undoes the factor of ``_loaded`` and applies the scale of the codes.
+    # Multiplies by the factor that ``_loaded`` left out, and by the scale of the codes.
     if IS_FP8:
         x = x * e4m3_factor(dtype) * scale
     return x
@@ -111,6 +115,7 @@ def _scaled(x, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
 @triton.jit
 @no_type_check
 def _scores(query, key, scale, key_scale, PRECISION: tl.constexpr, IS_FP8: tl.constexpr):
+    # Scores [keys, heads]; the scale of the codes is applied to them instead of to the keys.
     score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
     return _scaled(score, key_scale, query.dtype, IS_FP8)
 
@@ -121,7 +126,7 @@ def _nothing(
     sinks, head, is_head, split, HEADS: tl.constexpr, LANES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # Running maximum, sum of weights and weighted values before any key. A sink counts as a key
+    # Initial running maximum, sum of weights and weighted values. A sink counts as a key
     # without a value, in the first split only.
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -136,10 +141,10 @@ def _nothing(
 @no_type_check
 def _store_part(parts, sums, at, is_head, lane, mixed, top, total, H: tl.constexpr):
     # Store the normalized values of one split, and the logarithm of its sum of weights.
-    some = tl.where(total > 0.0, total, 1.0)
+    divisor = tl.where(total > 0.0, total, 1.0)  # an empty split has no weights
     places = parts + at[None, :] * H + lane[:, None]
-    tl.store(places, mixed / some[None, :], mask=is_head[None, :] & (lane[:, None] < H))
-    log_sum = tl.where(total > 0.0, top + tl.log(some), float("-inf"))
+    tl.store(places, mixed / divisor[None, :], mask=is_head[None, :] & (lane[:, None] < H))
+    log_sum = tl.where(total > 0.0, top + tl.log(divisor), float("-inf"))
     tl.store(sums + at, log_sum, mask=is_head)
 
 
@@ -181,7 +186,7 @@ def _attend(
         new_value = new_values + request * new_value_stride + group * H
         _copy_row(new_key, keys + last, key_scale, H, LANES, IS_FP8)
         _copy_row(new_value, values + last, value_scale, H, LANES, IS_FP8)
-    tl.debug_barrier()  # the loop below reads them
+    tl.debug_barrier()  # the loop below reads the new key and value
     head = group * (N // G) + row
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
     at_query = (request * N + head[:, None]) * H + lane[None, :]
@@ -252,28 +257,28 @@ def paged_decode(
         q: queries; R requests.
         k: the last key of each request.
         v: the last value of each request.
-        keys: in pages of Z tokens; written to.
-        values: in the same pages; written to.
-        tables: pages of each request, in order; at least those of the keys in its window.
-        lengths: keys of each request, including the new one.
-        window: earlier keys that a query attends to; -1: all.
-        chunk: keys of a chunk, outside of which nothing is attended to; 0: no chunks.
+        keys: cached keys in pages of Z tokens; the new keys are written to them.
+        values: cached values in the same pages; the new values are written to them.
+        tables: pages of each request, in order; at least the pages of the keys in its window.
+        lengths: number of keys of each request, including the new key.
+        window: number of earlier keys that a query attends to; -1: all.
+        chunk: keys of a chunk; a query attends to keys of its own chunk only. 0: no chunks.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no cap.
         sinks: a logit of each head that adds to the softmax's sum.
         scale: factor on the scores; None: 1/sqrt(H).
-        kv_scales: factors on keys and values in e4m3; None: they have the dtype of ``q``.
+        kv_scales: factors on keys and values in e4m3; None: the cache has the dtype of ``q``.
     """
     (R, N, H), G = q.shape, keys.shape[2]
     splits = num_splits(R * G)
     tensors = q, k, v, keys, values, tables, lengths
-    given = launch_arguments(tensors, window, scale, kv_scales)
-    lanes, out = max(16, given.pop("LANES")), given["out"]
+    arguments = launch_arguments(tensors, window, scale, kv_scales)
+    lanes, out = max(16, arguments.pop("LANES")), arguments["out"]
     parts = sums = out
     if splits > 1:
         parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
         sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
     _attend[(R, G, splits)](
-        **given,
+        **arguments,
         sinks=q if sinks is None else sinks,
         parts=parts,
         sums=sums,
@@ -293,7 +298,10 @@ def paged_decode(
 
 
 def num_splits(num_programs: int) -> int:
-    """Return the number of splits of the keys, a power of two."""
+    """Return the number of splits of the keys, a power of two.
+
+    Enough that all programs fill the GPU about twice.
+    """
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // num_programs))
     return 1 << (splits.bit_length() - 1)
 
@@ -304,7 +312,7 @@ def launch_arguments(
     scale: float | None,
     kv_scales: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """Return the arguments that this kernel and ``decode_many``'s share, by name."""
+    """Return the arguments that ``_attend`` and the kernel of ``decode_many`` share."""
     q, k, v, keys, _, tables, _ = tensors
     (_, N, H), (_, Z, G, _) = q.shape, keys.shape
     k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
@@ -339,7 +347,7 @@ def decode_trial(
     rules: tuple[str, ...],
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Compare a decoding kernel, and what it writes to pages, with plain torch."""
+    """Run a decoding kernel and plain torch; return pairs of outputs, keys and values."""
     from mcore_infer.engine.fp8_cache import to_codes
     from mcore_infer.engine.plain_attention import reference_decode, write_to_pages
 
@@ -359,11 +367,15 @@ def decode_trial(
     for window in (-1,) if "chunk" in options else (-1, 40):
         kernel_keys, kernel_values = keys.clone(), values.clone()
         new: Any = (q, k, v, kernel_keys, kernel_values, tables, lengths)
-        got = decode(*new, window=window, kv_scales=scales, **options)
+        output = decode(*new, window=window, kv_scales=scales, **options)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
-        want = reference_decode(*seen, window=window, kv_scales=scales, **options)
-        pairs += [(got, want), (kernel_keys, keys.clone()), (kernel_values, values.clone())]
+        reference = reference_decode(*seen, window=window, kv_scales=scales, **options)
+        pairs += [
+            (output, reference),
+            (kernel_keys, keys.clone()),
+            (kernel_values, values.clone()),
+        ]
     return pairs
 
 

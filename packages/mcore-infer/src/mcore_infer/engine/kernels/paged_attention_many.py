@@ -1,11 +1,12 @@
 """Gluon kernel of paged decoding for many requests: one warp reads all keys of a head group.
 
-With hundreds of programs the keys need no splits. The limits are then the bytes in flight and
-the instructions for each byte. So the kernel is written in Gluon, Triton's language of explicit
-layouts: asynchronous copies load tiles of keys and values ahead of their use, and one warp
-moves them from shared memory to tensor core operands without a barrier between warps. fp8 codes
-are loaded in pairs; the two bytes become two bfloat16 operands in registers. Imported by the
-trial of ``DECODE_MANY_KERNEL``, since Triton may come without Gluon.
+With hundreds of programs the keys need no splits, and speed is limited by the bytes in flight
+and by the instructions for each byte. The kernel is therefore written in Gluon, Triton's
+language of explicit layouts: asynchronous copies load tiles of keys and values ahead of their
+use, and one warp moves the tiles from shared memory to tensor core operands without a barrier
+between warps. fp8 codes are loaded in pairs; the two bytes become two bfloat16 operands in
+registers. Imported by the trial of ``DECODE_MANY_KERNEL``, because some builds of Triton have
+no Gluon.
 """
 
 from typing import no_type_check
@@ -22,7 +23,8 @@ from mcore_infer.engine.kernels.paged_attention import launch_arguments
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FACTOR = gl.constexpr(E4M3_FACTOR.value)
 
-# Codes of the lower, and of the upper bytes of two 16-bit lanes, as in ``dequantization``.
+# e4m3 -> bfloat16 for the lower bytes and for the upper bytes of two 16-bit lanes. The shift
+# aligns exponent and fraction, lop3 adds the sign, as in ``dequantization``.
 _LOW = gl.constexpr("""{
 .reg .b32 a, b;
 shl.b32 a, $1, 8;
@@ -41,7 +43,7 @@ lop3.b32 $0, $1, 0x80008000, b, 0xea;
 @gluon.jit
 @no_type_check
 def _halves(pair):
-    # The numbers of the low and of the high bytes, over E4M3_FACTOR.
+    # The numbers of the low bytes and of the high bytes, divided by E4M3_FACTOR.
     low = gl.inline_asm_elementwise(
         _LOW, "=r,r", [pair], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -86,8 +88,9 @@ def _copy_tile(
     keys, values, held_keys, held_values, stage, page, start, length, group,
     G: gl.constexpr, Z: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    # Copies one tile of keys and values. Rows after the end become 0: the memory there may be
-    # another request's NaN.
+    # Starts the copy of one tile of keys and values to shared memory. Rows after the end become
+    # 0, because the memory there may have NaN of another request. HELD: 16-bit numbers of a
+    # cached row; C: HELD, rounded up to a power of two.
     row = gl.arange(0, KEYS, gl.SliceLayout(1, _copied(C)))
     column = gl.arange(0, C, gl.SliceLayout(0, _copied(C)))
     at = group * HELD + row[:, None] * (G * HELD) + column[None, :]
@@ -107,7 +110,8 @@ def _queries(
     q, num_heads, C: gl.constexpr, HELD: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr,
     STEP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    # Queries as [channels, heads]; for fp8, even and odd channels apart.
+    # Queries as [channels, heads]; for fp8, even and odd channels as two tensors, because the
+    # two bytes of a pair become separate operands.
     flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 1], [0, 1])
     channel = gl.arange(0, C, gl.SliceLayout(1, flat))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, flat))
@@ -126,7 +130,8 @@ def _tile(
     key, value, queries, is_seen, scale, top, weights, mixed, odd_mixed,
     narrow: gl.constexpr, IS_FP8: gl.constexpr,
 ):  # fmt: skip
-    # Online softmax in base 2 over one tile of keys.
+    # Online softmax in base 2 over one tile of keys: updates the maximum, the weights and the
+    # weighted values (for fp8, of even and of odd channels).
     query, odd_query = queries
     nothing = gl.zeros_like(weights)
     if IS_FP8:
@@ -207,7 +212,7 @@ def _attended(
     held_values = gl.allocate_shared_memory(held, [STAGES, KEYS, C], _shared(C))
     seen = gl.maximum(0, last - window)
     begin = seen // KEYS * KEYS
-    # Fill all stages of the pipeline but one.
+    # Start the copies of the first STAGES - 1 tiles; the loop always has one free stage.
     for i in gl.static_range(STAGES - 1):
         ahead = begin + i * KEYS
         page = gl.load(table + gl.minimum(ahead, last) // Z)
@@ -252,14 +257,14 @@ def decode_many(
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
-    """Compute ``paged_attention.paged_decode`` in bfloat16 for sizes of ``takes_many``."""
+    """Compute ``paged_attention.paged_decode`` in bfloat16, for sizes of ``takes_many``."""
     R, G, is_fp8 = q.shape[0], keys.shape[2], kv_scales is not None
     tensors = q, k, v, keys, values, tables, lengths
-    given = launch_arguments(tensors, window, scale, kv_scales)
+    arguments = launch_arguments(tensors, window, scale, kv_scales)
     _attend_many[(G, R)](  # pyrefly: ignore
-        **given,
+        **arguments,
         KEYS=16 if is_fp8 else 32,
         STAGES=3 if is_fp8 else 2,
         num_warps=1,  # pyrefly: ignore
     )
-    return given["out"]
+    return arguments["out"]

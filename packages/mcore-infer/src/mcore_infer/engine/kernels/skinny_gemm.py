@@ -1,10 +1,11 @@
 """Triton GEMM with few rows, limited by reading the weight once.
 
-In decoding a GEMM has one row for each request, and its time is that of reading the weight: in
-16 bits, or as 8-bit and 4-bit codes that are decoded in registers. Each program multiplies some
+In decoding a GEMM has one row for each request, and takes the time of reading the weight: in 16
+bits, or as 8-bit and 4-bit codes that are decoded in registers. Each program multiplies some
 rows of the weight with all rows of the input, so that outputs fill the taller side of the
-tensor cores' tiles. If programs are few, several share a row of the weight (splits); the last
-to finish adds the sums of all, always in the same order. Imported only if tensors are on a GPU.
+tensor cores' tiles. If programs are few, several of them share a row of the weight (splits);
+the last program to finish adds the sums of all splits, always in the same order. Imported only
+if tensors are on a GPU.
 """
 
 from collections.abc import Iterator
@@ -32,8 +33,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 @triton.jit
 @no_type_check
 def _scale(scales, row, column, S, TALL: tl.constexpr, WIDE: tl.constexpr):
-    # Scales of outputs ``row`` and inputs ``column``, which broadcast. TALL or WIDE 0: one
-    # scale for all outputs or inputs.
+    # Scales of outputs ``row`` and inputs ``column``, which broadcast. A group has TALL outputs
+    # and WIDE inputs; 0: all of them. S: scales of one row of groups.
     place = column * 0 + row * 0
     if TALL > 0:
         place += row // TALL * S
@@ -68,7 +69,8 @@ def _dot_e2m1(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Product with even inputs plus product with odd ones; both codes of a byte share a group.
+    # Product with even inputs plus product with odd inputs. Both codes of a byte are in one
+    # group, so they have the same scale.
     scale = _scale(scales, row, column, S, TALL, WIDE)
     low = (wide_e2m1(byte.to(tl.int32) & 15) * scale).to(even.dtype)
     high = (wide_e2m1(byte.to(tl.int32) >> 4) * scale).to(even.dtype)
@@ -84,14 +86,14 @@ def _sums(
     OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    # Sums over the elements ``begin`` to ``end`` of OUTS rows of the weight's memory. int4
-    # packs two outputs into a row, whose sums are returned apart. Scales of whole rows are
+    # Sums over the elements ``begin`` to ``end`` of OUTS rows of the weight's memory. A row of
+    # int4 codes has two outputs, whose sums are returned separately. Scales of whole rows are
     # applied by the caller.
     m, k = tl.arange(0, ROWS), tl.arange(0, STEP)
     is_row = (m < M)[:, None]
     apart: tl.constexpr = 2 if CODE == "e2m1" else 1
     places = weight + row[:, None].to(tl.int64) * W + k[None, :]
-    if IS_EVEN and CODE == "e4m3":  # four codes at a time
+    if IS_EVEN and CODE == "e4m3":  # load four codes as one integer
         words = weight.to(tl.pointer_type(tl.int32), bitcast=True)
         words += row[:, None].to(tl.int64) * (W // 4) + tl.arange(0, STEP // 4)[None, :]
     inputs = x + m[:, None] * D + apart * k[None, :]
@@ -110,6 +112,7 @@ def _sums(
             given = tl.load(inputs + apart * start, mask=is_row & is_in, other=0.0)
         if CODE == "e2m1":
             odd = tl.load(inputs + 2 * start + 1, mask=is_row & is_in, other=0.0)
+            # Input of each code; 0 after the end, to load a valid scale.
             at = tl.where(is_in, 2 * (start + k)[None, :], 0)
             first += _dot_e2m1(
                 part, row[:, None], at, given, odd, scales, S, TALL, WIDE, PRECISION
@@ -194,15 +197,15 @@ def few_rows_linear(
 ) -> Float[Tensor, "*B F"]:
     """Multiply at most ``MOST_ROWS`` rows with a weight's transpose; sums in float32.
 
-    The launch depends on shapes alone: a CUDA graph may hold it.
+    The launch depends on shapes alone, so a CUDA graph can record it.
 
     Args:
-        x: bfloat16, float16 or float32.
-        weight: of the same dtype, or codes (see ``mcore_ckpt.mapping.low_bits.pack``).
-        scales: of codes, float32, one for each group; None: the weight has none.
+        x: inputs in bfloat16, float16 or float32.
+        weight: weight in the dtype of ``x``, or codes of ``mcore_ckpt.mapping.low_bits.pack``.
+        scales: scales of codes, float32, one for each group; None: the weight has no scales.
         code: format of the codes; empty: the weight has the dtype of ``x``.
-        group: outputs and inputs that share a scale; 0: all.
-        tile: None: the first of ``tiles_for``.
+        group: numbers of outputs and of inputs that share a scale; 0: all.
+        tile: sizes of a program; None: the first of ``tiles_for``.
         counters: ``NUM_COUNTERS`` zeros for tiles with splits; reset to zero. Concurrent calls
             must not share them. None: allocated here.
     """
@@ -213,7 +216,7 @@ def few_rows_linear(
     F = N * (2 if code == "int4" else 1)
     tile = tile or tiles_for(num_rows, code, (N, W), x.element_size())[0]
     outs, step, stages, warps, splits = tile
-    if code and code != "e2m1" and group[1]:
+    if code and code != "e2m1" and group[1]:  # one step must not span two groups of inputs
         step = min(step, group[1])
     out = torch.empty(num_rows, F, dtype=x.dtype, device=x.device)
     parts = out
@@ -287,4 +290,4 @@ def in_codes(
 
 
 FEW_ROWS_KERNEL = OptionalKernel("the GEMM of few rows", ("triton",), _trial)
-"""Kind: dtype; for codes also their format and the sizes of a group."""
+"""The kind is the dtype; for codes also their format and the sizes of a group."""

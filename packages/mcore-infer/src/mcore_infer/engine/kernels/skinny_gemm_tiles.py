@@ -1,4 +1,4 @@
-"""Tile sizes of ``few_rows_linear``, measured on an H200; imports without Triton."""
+"""Table of tile sizes of ``few_rows_linear``, measured on an H200; does not import Triton."""
 
 from typing import NamedTuple
 
@@ -18,10 +18,10 @@ class Tile(NamedTuple):
     step: int
     """Elements of each of these rows in one step."""
     stages: int
-    """Steps whose loads are in flight."""
+    """Number of steps whose loads are in flight."""
     warps: int
     splits: int = 1
-    """Programs that share a row."""
+    """Number of programs that share a row of the weight's memory."""
 
     def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
         """Return the shared memory of the steps in flight; inputs have ``itemsize`` bytes."""
@@ -60,9 +60,10 @@ _TILES = {
     ("int4", 16): [Tile(32, 128, 4, 2, 2), Tile(64, 128, 4, 2), Tile(32, 128, 4, 2, 4)],
     ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
 }
-"""By format (int8 as e4m3, e2m1 as int4) and most rows, best first; 32 also for more rows."""
+"""Tiles by format (int8 as e4m3, e2m1 as int4) and limit of rows, best first; the tiles of 32
+rows are also used for more."""
 _SMALL = Tile(32, 64, 3, 4)
-"""Fits into shared memory if no other tile does."""
+"""Tile for inputs that need too much shared memory for all other tiles."""
 
 
 def tiles_for(
@@ -71,9 +72,9 @@ def tiles_for(
     """Return tiles that fit, the best on average first; each was the fastest for some shape.
 
     Args:
-        num_rows: of the input.
+        num_rows: rows of the input.
         code: see ``few_rows_linear``.
-        shape: of the weight's memory.
+        shape: shape of the weight's memory.
         itemsize: bytes of a number of the input.
     """
     kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)

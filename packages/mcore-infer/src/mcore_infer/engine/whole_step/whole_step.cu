@@ -1,14 +1,14 @@
 // One decoding step of all layers as one persistent kernel: one block for each multiprocessor.
 //
 // A layer has five phases: qkv, attention, projection, gate and up, down. After each phase all
-// blocks synchronize at a counter in global memory. Weights do not depend on results, so that
-// some warps of each block only copy the block's share of all weights, in the order of use, into
-// a ring in shared memory. They skip the synchronization and run ahead of the computing warps by
-// the length of the ring, across phases. Few stages are in flight at once: more would queue in the
-// memory system, and reads between phases would wait behind them. Register spills would too, so
-// the copying warps give registers to the computing warps. These multiply the ring's contents,
-// sixteen rows of a weight at a time, on tensor cores with the rows of the input as the narrow
-// side.
+// blocks synchronize at a counter in global memory. Weights do not depend on results. Some warps
+// of each block therefore only copy the block's share of all weights, in the order of use, into a
+// ring in shared memory. The copying warps skip the synchronization and run ahead of the computing
+// warps by the length of the ring, across phases. Few stages are in flight at once: more stages
+// would queue in the memory system, and reads between phases would wait behind them. Register
+// spills would wait in the same queue, so the copying warps give registers to the computing warps.
+// The computing warps multiply the ring's contents, sixteen rows of a weight at a time, on tensor
+// cores with the rows of the input as the narrow side.
 //
 // whole_step.py defines the sizes: ROWS, D, F, HEADS, GROUPS, H, PAGE (tokens), SPLITS (of a
 // row's keys, at most), STAGES (of the ring), CODES (whether weights are e4m3), TALL (outputs
@@ -53,7 +53,7 @@ struct Step {
 
 #define DEVICE __device__ __forceinline__
 
-DEVICE int thread() { return threadIdx.x; }  // with a sign: sums of it take fewer registers
+DEVICE int thread() { return threadIdx.x; }  // signed, because signed sums take fewer registers
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void begin_barrier(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -117,7 +117,8 @@ DEVICE u32 narrow(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// e4m3 becomes float16 in one instruction for two, so inputs are float16 there, over 16.
+// One instruction converts two e4m3 codes to float16. With codes, inputs are therefore float16,
+// divided by 16.
 constexpr float FACTOR = CODES ? 16 : 1;
 DEVICE u32 as_input(float low, float high) {
   if (!CODES) return narrow(low, high);

@@ -1,7 +1,8 @@
 """Runs a decoding step of all layers as one CUDA kernel, for few rows of a dense model.
 
-Between separate kernels the memory is idle while one ends and the next begins. The persistent
-blocks of ``whole_step.cu`` copy the weights of the next phase while they wait for each other.
+Between separate kernels the memory is idle while one kernel ends and the next begins. The
+persistent blocks of ``whole_step.cu`` copy the weights of the next phase while they wait for
+each other.
 Embedding, last norm and head run in torch. NVRTC, a dependency of torch, compiles the kernel
 for the sizes of a model. Imported only if tensors are on a GPU.
 """
@@ -87,13 +88,13 @@ def whole_step(
 def first_run(
     model: GPT, cache: PagedCache, inputs: DecodeTensors, kind: tuple[Hashable, ...]
 ) -> "WholeStep | None":
-    """Build the runner and run one step; log a warning and return None if that fails."""
+    """Build the runner and run one step; on a failure, log a warning and return None."""
     device = inputs.tokens.device
     try:
         step = WholeStep(model, cache, inputs)
         step.hidden()
         torch.cuda.synchronize(device)
-    except Exception as error:  # noqa: BLE001 - whatever the compiler or the driver raises
+    except Exception as error:  # noqa: BLE001 - compiler and driver raise many types
         give_up(WHOLE_STEP_KERNEL, device, *kind, error=error)
         return None
     return step
@@ -189,11 +190,12 @@ def compiled(sizes: Mapping[str, int | float], capability: str) -> bytes:
 
 
 def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, Any]:
-    """Return the macros of ``whole_step.cu``."""
+    """Return the values of the macros of ``whole_step.cu``."""
     config, block = model.config, _blocks(model)[0]
     rows, N, G = inputs.tokens.shape[1], config.num_attention_heads, num_kv_heads(config)
     _, scales, tall = _matrix(block.attention.qkv)
-    most = max(1, min(_MOST_SPLITS, _num_blocks(inputs.tokens.device) // (rows * G)))
+    # Splits of the keys: as many as leave rows x groups x splits within the number of blocks.
+    max_splits = max(1, min(_MOST_SPLITS, _num_blocks(inputs.tokens.device) // (rows * G)))
     sizes = {
         "ROWS": rows,
         "D": config.hidden_size,
@@ -202,7 +204,7 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "GROUPS": G,
         "H": head_dim(config),
         "PAGE": cache.page_tokens,
-        "SPLITS": 1 << (most.bit_length() - 1),
+        "SPLITS": 1 << (max_splits.bit_length() - 1),
         "CODES": int(scales is not None),
         "TALL": tall,
         "DRAFTS": int(inputs.have_drafts),
@@ -210,12 +212,12 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "OFFSET": float(config.apply_layernorm_1p),
         "SCALE": float(block.attention.score_scale or head_dim(config) ** -0.5),
     }
-    room = _SHARED_BYTES - _other_shared_bytes(sizes)
-    return {**sizes, "STAGES": min(_MOST_STAGES, room // _STAGE_BYTES)}
+    free_bytes = _SHARED_BYTES - _other_shared_bytes(sizes)
+    return {**sizes, "STAGES": min(_MOST_STAGES, free_bytes // _STAGE_BYTES)}
 
 
 def _other_shared_bytes(sizes: Mapping[str, Any]) -> int:
-    """Return the bytes of sums, and of inputs or attention's parts, in shared memory."""
+    """Return the bytes of shared memory besides the stages: sums, and inputs or attention."""
     N, G, H = (sizes[name] for name in ("HEADS", "GROUPS", "H"))
     inputs = sizes["ROWS"] * (2 * max(sizes["D"], sizes["F"], N * H) + 64)
     mixed = 16 * (H + 8) + 4 * _WARPS * (N // G) * (H + 2)
@@ -281,12 +283,12 @@ def _kind(linear: Any) -> tuple[str, int] | None:
         return "", 0
     if type(gemm) is not QuantizedGemm or gemm.rounding.pre_quant_scale is not None:
         return None
-    is_known = gemm.layout.code == "e4m3" and not gemm.group[1]
-    return ("e4m3", gemm.group[0]) if is_known else None
+    is_supported = gemm.layout.code == "e4m3" and not gemm.group[1]
+    return ("e4m3", gemm.group[0]) if is_supported else None
 
 
 def _matrix(linear: Any) -> tuple[Tensor, Tensor | None, int]:
-    """Return a linear's weight or codes, the scales, and outputs that share a scale; 0: all."""
+    """Return a linear's weight or codes, its scales, and the number of outputs per scale."""
     kind = _kind(linear)
     if kind is None or not kind[0]:
         return linear.weight, None, 0
@@ -351,9 +353,9 @@ def _trial(
             inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
             for held in pages:
                 held.copy_(wave(*held.shape, device=device, dtype=held.dtype))
-            got = whole.hidden()
+            hidden = whole.hidden()
             written = [held.clone() for held in pages]
-            yield got, model(inputs.tokens, inputs.positions, cache)[0]
+            yield hidden, model(inputs.tokens, inputs.positions, cache)[0]
             yield from zip(written, pages, strict=True)
 
 
