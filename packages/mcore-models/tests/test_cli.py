@@ -35,7 +35,7 @@ def test_list_shows_every_preset_with_its_size(capsys):
             "latent attention  16 heads of 128 + 64 rotated",
             "15,706,484,224",
         ),
-        "glm-4.5-air": ("multi-token prediction  1 token further  [2,375,059,584 each]",),
+        "glm-4.5-air": ("multi-token prediction  1 further token  [2,375,059,584 each]",),
         "mamba2-130m": ("mamba  24 heads of 64, a state of 128, 1 group",),
         "bert-base": ("LayerNorm after each part", "lm head  [622,650]", "110,106,428"),
         "t5-small": ("decoder layers 0-5  [", "attention to the encoder  8 heads of 64"),
@@ -46,7 +46,7 @@ def test_list_shows_every_preset_with_its_size(capsys):
         assert all(words in out for words in wanted), out
     code, _, err = run(capsys, "show")
     assert code == 2
-    assert "mcore-models show needs a preset" in err
+    assert "mcore-models show needs the name of a preset" in err
 
 
 def test_count_takes_a_preset_with_flags_over_it(capsys):
@@ -114,7 +114,7 @@ def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys,
     code, out, err = run(capsys, *whole)
     told = dict(row.rsplit(maxsplit=1) for row in out.splitlines())
     assert code == 0
-    assert err == "mcore-models: counting does not need --seed, --lr, --mock-data.\n"
+    assert err == "mcore-models: ignored, as without effect: --seed, --lr, --mock-data.\n"
     assert told["parameters"] == "8,030,261,248"
     assert told["fits"] == "no"
     optimizer = float(told["rank_optimizer_gib"])
@@ -139,8 +139,8 @@ def test_count_takes_flags_alone(capsys, family):
     ("words", "message"),
     [
         ("counts", "unknown command counts: did you mean count?"),
-        ("count t5 --preset bert-base", "is no t5: use mcore-models count bert"),
-        ("count --preset nope", "there is no preset nope"),
+        ("count t5 --preset bert-base", "is a bert model, not t5: use mcore-models count bert"),
+        ("count --preset nope", "unknown preset nope"),
         ("count --preset tiny --world-size 0", "--world-size and --micro-batch-size must be"),
         ("count --preset tiny --hybrid-override-pattern", "needs a value"),
         ("count --preset tiny --num-layer 3", "did you mean --num-layers?"),
@@ -154,9 +154,9 @@ def test_count_takes_flags_alone(capsys, family):
         ),
         (
             "count --num-layers 2 --hidden-size 8 --num-attention-heads 2",
-            "--vocab-size is needed",
+            "--vocab-size is required",
         ),
-        ("count --preset tiny --gpu h10", "--gpu h10 is not known: use a100"),
+        ("count --preset tiny --gpu h10", "--gpu h10: unknown GPU. Use a100"),
         ("count --preset tiny --seq-length 512", "longer than --max-position-embeddings 256"),
     ],
 )

@@ -89,7 +89,10 @@ def test_switches_choose_the_activation(changes, wanted):
             "--use-rope-scaling has no effect without --position-embedding-type rope",
         ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be above 0 and at most 1"),
-        ({"rotary_percent": 0.02}, "rotates 1: that must be 2 or more"),
+        (
+            {"rotary_percent": 0.02},
+            "rotates 1 of the 64 channels of a head: use a share that rotates 2",
+        ),
         (
             {"rotary_seq_len_interpolation_factor": 0.0},
             "interpolation-factor 0.0 must be above",
@@ -127,7 +130,7 @@ def test_switches_choose_the_activation(changes, wanted):
         ),
         (
             {"window_size": (8, 0), "window_attn_skip_freq": "12", "num_kv_shared_layers": 1},
-            "--num-kv-shared-layers 1 of --num-layers 12: before them there must be a layer",
+            "--num-kv-shared-layers 1 of --num-layers 12: a sharing layer with a window needs",
         ),
         (
             {"multi_latent_attention": True, "q_lora_rank": 8, "dsa_indexer_topk": 4}
@@ -152,7 +155,7 @@ def test_bad_options_are_answered_with_what_to_change(changes, words):
         ({"recompute_modules": ("mlp",)}, "no effect without --recompute-granularity sel"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ("attn",)},
-            "--recompute-modules attn is not known: use core_attn, layernorm, mla_up_proj,",
+            "--recompute-modules attn: unknown module. Use core_attn, layernorm, mla_up_proj,",
         ),
         ({"distribute_saved_activations": True}, "no effect without --recompute-granularity f"),
         ({"recompute_granularity": "full", "recompute_num_layers": 0}, "must be 1 or more"),

@@ -158,7 +158,7 @@ def test_any_model_learns_to_predict_further_tokens():
     other = text.clone()
     other[:, -1] += 1  # a target of the last predictions, and read by none of them
     assert mtp(embedding(text), other % 11, embedding, head) > losses[-1] + 0.1
-    with pytest.raises(ValueError, match="rows of 3 tokens hold none 3 places ahead"):
+    with pytest.raises(ValueError, match="rows of 3 tokens have no token 3 positions ahead"):
         mtp(embedding(text[:, :3]), text[:, :3], embedding, head)
 
 

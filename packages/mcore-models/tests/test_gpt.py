@@ -372,7 +372,7 @@ def refusals():
         ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     )
     model = GPT(TransformerConfig(**SMALL), ctx, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="--sequence-parallel cannot cut 7 tokens"):
+    with pytest.raises(ValueError, match="--sequence-parallel cannot split 7 tokens"):
         model(tokens(1, 7))
     one_head = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     with pytest.raises(ValueError, match="--num-attention-heads 1 cannot be split"):
@@ -383,7 +383,7 @@ def refusals():
 def cache_over_context_ranks():
     ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
     model = GPT(TransformerConfig(**SMALL), ctx, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="a cache cannot be cut over --context-parallel-size"):
+    with pytest.raises(ValueError, match="--context-parallel-size 2 does not support a cache"):
         model(tokens(1, 4), state=PagedState(3))
     ctx.destroy()
 

@@ -107,7 +107,7 @@ def test_factors_act_on_main_weights_which_the_weights_follow():
 
 def test_scores_are_taken_once_a_step():
     tracker = ScoreTracker(2)
-    with pytest.raises(RuntimeError, match="no micro-batch has run"):
+    with pytest.raises(RuntimeError, match="run a micro-batch in training"):
         tracker.take()
     tracker.note(torch.tensor([1.0, -2.0]))
     tracker.note(torch.tensor([0.5, 3.0]))

@@ -59,7 +59,7 @@ from mcore_moe import MoEConfig, expert_capacity
                 "moe_router_num_groups": 4,
                 "moe_router_group_topk": 1,
             },
-            r"kept groups \(2\)",
+            "of the chosen groups, 2",
         ),
         ({"num_experts": 4, "moe_aux_loss_coeff": -1.0}, "--moe-aux-loss-coeff"),
         (

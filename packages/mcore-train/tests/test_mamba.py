@@ -62,7 +62,7 @@ def test_a_pattern_says_layers_heads_and_stages():
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--hybrid-override-pattern MxM", "x stand for no layer"),
+        ("--hybrid-override-pattern MxM", "unknown x. Use M"),
         ("--hybrid-override-pattern --bf16", "--hybrid-override-pattern needs a value"),
         ("--hybrid-override-pattern M/", "after each / there must be the same letters"),
         (
@@ -73,8 +73,8 @@ def test_a_pattern_says_layers_heads_and_stages():
             "--num-attention-heads 2 --hybrid-override-pattern M/*- --mtp-num-layers 2",
             "leave --mtp-num-layers out",
         ),
-        ("--hybrid-override-pattern [M-", "brackets hold the letters"),
-        ("--hybrid-override-pattern [M|-]", "is not cut"),
+        ("--hybrid-override-pattern [M-", "brackets must enclose the letters"),
+        ("--hybrid-override-pattern [M|-]", "cannot contain |"),
         ("--hybrid-override-pattern G --linear-num-value-heads 24", "use a multiple of 16"),
         ("--hybrid-override-pattern ME", "give both or neither"),
         ("--hybrid-override-pattern M --num-layers 3", "leave --num-layers out"),

@@ -1,6 +1,6 @@
-"""``mcore-models show``: prints a model as a tree, without torch.
+"""``mcore-models show``: lines that describe a model as a tree, without torch.
 
-Equal layers are shown once, with their numbers.
+Equal layers are printed once, with their numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,12 +40,12 @@ def tree(model: ModelDescription) -> Iterator[str]:
 
     kind = config.position_embedding_type
     limit = config.max_position_embeddings
-    places = f"{kind}, up to {limit:,} tokens" if limit else kind
+    positions = f"{kind}, up to {limit:,} tokens" if limit else kind
     table = f"{model.vocab_size:,} tokens x {config.hidden_size:,}"
     yield f"embedding  {table}  [{size('embedding.')}]"
-    yield f"positions  {places}"
+    yield f"positions  {positions}"
     if config.per_layer_embedding_size:
-        yield f"vectors of the layers  [{size('per_layer_embedding.')}]"
+        yield f"per-layer embeddings  [{size('per_layer_embedding.')}]"
     if isinstance(config, T5Config):
         yield from _stacks(config, size)
     elif isinstance(config, BertConfig):
@@ -57,9 +57,9 @@ def tree(model: ModelDescription) -> Iterator[str]:
     untied = config.untie_embeddings_and_output_weights
     yield f"head  [{size('head.')}]" if untied else "head  tied to the embedding"
     if further := config.mtp_num_layers:
-        many = "tokens" if further > 1 else "token"
-        yield f"multi-token prediction  {further} {many} further  [{size('mtp.0.')} each]"
-        yield "  two norms and a projection, then a layer as the last, with embedding and head"
+        noun = "tokens" if further > 1 else "token"
+        yield f"multi-token prediction  {further} further {noun}  [{size('mtp.0.')} each]"
+        yield "  two norms, a projection and a layer like the last one; shared embedding, head"
 
 
 def _layers(model: ModelDescription, size: Callable[[str], str]) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _bert(
         yield f"token types  {config.num_tokentypes}  [{size('tokentype_embedding.')}]"
     where = "after" if config.post_layer_norm else "before"
     for line in _layers(model, size):
-        yield line.replace(" before each part", f" {where} each part, tokens see all others")
+        yield line.replace(" before each part", f" {where} each part, bidirectional")
     for name, prefix in (("pooler", "pooler."), ("lm", "lm_head."), ("binary", "binary_head.")):
         if name in config.bert_heads:
             yield f"{name} head  [{size(prefix)}]"
@@ -98,7 +98,7 @@ def _stacks(config: T5Config, size: Callable[[str], str]) -> Iterator[str]:
 
 
 def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]]]:
-    """Group layers with equal lines, in the order of the first of each group."""
+    """Yield groups of layers with equal lines, and the lines; ordered by first layer."""
     mixers = layer_mixers(model.config, model.moe)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for layer in range(model.config.num_layers):
@@ -109,14 +109,14 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
-    norm_places = {"pre": "before", "output": "after", "sandwich": "before and after"}
-    where = norm_places[config.norm_placement]
-    together = {
+    placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    where = placements[config.norm_placement]
+    parallel = {
         "off": "",
-        "two_norms": ", side by side",
-        "one_norm": ", side by side, one norm",
+        "two_norms": ", in parallel",
+        "one_norm": ", in parallel, one norm",
     }
-    yield f"{config.normalization} {where} each part{together[config.parallel_residual]}"
+    yield f"{config.normalization} {where} each part{parallel[config.parallel_residual]}"
     for mixer in mixers:
         if mixer == "attention":
             yield f"attention  {', '.join(_attention(model, layer))}"
@@ -131,7 +131,7 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
         elif mixer == "short_conv":
             yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
         elif mixer == "layer_input":
-            yield f"vector of the layer  {config.per_layer_embedding_size} wide"
+            yield f"per-layer embedding  {config.per_layer_embedding_size} wide"
         elif mixer == "moe":
             yield f"experts  {', '.join(_experts(model, model.moe))}"
         elif mixer == "mla":
@@ -190,15 +190,15 @@ def _experts(model: ModelDescription, moe: MoEConfig) -> Iterator[str]:
     gate = "gated " if is_gated(model.config) else ""
     yield f"each {expert_size(model.config, moe):,} wide, {gate}{activation(model.config)}"
     if moe.moe_shared_expert_intermediate_size:
-        yield f"a shared one {moe.moe_shared_expert_intermediate_size:,} wide"
+        yield f"a shared expert {moe.moe_shared_expert_intermediate_size:,} wide"
 
 
 def _ranges(layers: list[int]) -> str:
-    """Shorten a list of layers: "layers 0-31", "layers 5, 11, 17, ... (every 6th)"."""
+    """Return a short text for layers: "layers 0-31", "layers 5, 11, 17, ... (8 of them)"."""
     first, last, count = layers[0], layers[-1], len(layers)
     if count == 1:
         return f"layer {first}"
     if last - first == count - 1:
         return f"layers {first}-{last}"
-    shown = ", ".join(map(str, layers[:3]))
-    return f"layers {shown}{', ...' if count > 3 else ''} ({count} of them)"
+    first_three = ", ".join(map(str, layers[:3]))
+    return f"layers {first_three}{', ...' if count > 3 else ''} ({count} of them)"

@@ -1,8 +1,8 @@
-"""BERT: an encoder that predicts masked tokens, and which of two segments came first.
+"""BERT: an encoder that predicts masked tokens, and the order of two segments.
 
-Norms come before each half of a layer (Megatron) or after it (as published): see
-``BertConfig``. Every token attends to all tokens of its row except padding. Rows are split over
-context ranks in the order of a GPT's, and every rank gathers keys and values.
+Norms precede attention and MLP (Megatron) or follow them (as published): see ``BertConfig``.
+Every token attends to all tokens of its row except padding. Context ranks split rows in the
+zigzag order of a GPT, and every rank gathers keys and values.
 
 Devlin et al. 2018, arXiv:1810.04805.
 """
@@ -35,7 +35,7 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 TEXT, TYPES, PADDING_MASK, IS_RANDOM = "text", "types", "padding_mask", "is_random"
 ROW_MASK = "row_mask"
-"""Entry added by ``prepare``: 1 for rows with a masked token, which count in the loss."""
+"""Entry added by ``prepare``: 1 for rows with a masked token; only these count in the loss."""
 SOP_LOSS = "sop loss"
 """Name of the loss of the segments' order, as in Megatron's log."""
 
@@ -44,11 +44,12 @@ class BERT(StageModel):
     """Predicts masked tokens from token ids.
 
     Attributes:
-        embedding, position_embedding, tokentype_embedding: on the first stage; the first is
-            also on the last, as the head's weight.
-        embedding_norm: on the first stage, if norms come after.
+        embedding, position_embedding, tokentype_embedding: on the first stage; ``embedding``
+            also on the last stage, as the head's weight.
+        embedding_norm: on the first stage, with ``post_layer_norm`` or
+            ``embedding_layernorm``.
         blocks: this stage's layers by global number.
-        final_norm: on the last stage, if norms come before.
+        final_norm: on the last stage, without ``post_layer_norm``.
         lm_head, pooler, binary_head: on the last stage, by ``bert_heads``.
     """
 
@@ -127,13 +128,14 @@ class BERT(StageModel):
         types: Int[Tensor, "B Q"] | None = None,
         padding_mask: Int[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "s B D"]:
-        """Run this stage's layers.
+        """Run this stage's layers on tokens, or on the previous stage's hidden state.
 
         Args:
-            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
-                D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
-            types: segment of each token; None: all in the first. Read on the first stage only.
-            padding_mask: 1 for tokens, 0 for padding, of whole rows; None: no padding.
+            x: token ids ``[B, S/cp]`` on the first stage; on others the previous stage's hidden
+                state ``[S/cp, B, D]`` (``[S/cp/tp, B, D]`` under sequence parallelism).
+            types: segment of each token; None: all tokens are in the first segment. Read on the
+                first stage only.
+            padding_mask: 1 for tokens, 0 for padding, of complete rows; None: no padding.
 
         Returns:
             The hidden state; on the last stage the input of the heads.
@@ -166,7 +168,7 @@ class BERT(StageModel):
             keys = torch.arange(num_tokens * self.cp.size, device=x.device)
             # Keys are gathered in the order of the sequence: [S/cp, Z] -> [1, 1, S/cp, Z].
             distance = (positions[:, None] - keys).abs()[None, None]
-            # Padding far from all tokens sees itself, for a softmax over something.
+            # A padding token attends at least to itself: a softmax without keys is NaN.
             local_mask = (distance <= span) & (True if mask is None else mask | (distance == 0))
         return MaskedInputs(
             mask=mask,
@@ -176,7 +178,7 @@ class BERT(StageModel):
         )
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary at every position: this rank's slice of it, padding included.
+        """Return every position's scores of this rank's slice of the vocabulary, with padding.
 
         Gathers the sequence under sequence parallelism.
 
@@ -192,7 +194,7 @@ class BERT(StageModel):
         )
 
     def binary_logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "B 2"]:
-        """Score whether a row's segments are in order (0) or swapped (1).
+        """Return each row's scores of segments in order (0) and swapped (1).
 
         Args:
             hidden: of ``forward`` on the last stage, of the first context rank.
@@ -201,7 +203,7 @@ class BERT(StageModel):
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """The padding mask on every stage, the rest at the ends."""
+        """The padding mask on every stage; tokens on the first, labels on the last."""
         names = {PADDING_MASK}
         if self.stage.has_embedding:
             names |= {TEXT} | ({TYPES} if self.config.num_tokentypes > 1 else set())
@@ -211,7 +213,7 @@ class BERT(StageModel):
         return frozenset(names)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add which rows count: those with a hidden token."""
+        """Return the batch with ``ROW_MASK``: 1 for rows with a masked token."""
         if LOSS_MASK not in batch:
             return batch
         return {**batch, ROW_MASK: (batch[LOSS_MASK] > 0).any(1).to(batch[LOSS_MASK].dtype)}
@@ -219,7 +221,7 @@ class BERT(StageModel):
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward`` on the batch, or on the hidden state of the stage before."""
+        """Run ``forward`` on the batch, or on the hidden state of the previous stage."""
         x = batch[TEXT] if received is None else received
         assert isinstance(x, Tensor)
         has_types = received is None and self.config.num_tokentypes > 1
@@ -228,12 +230,12 @@ class BERT(StageModel):
         return hidden, torch.zeros((), dtype=wide, device=hidden.device)
 
     def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shape of a hidden state, the same for all stages."""
+        """Return the shape of a hidden state, the same for all stages."""
         num_rows, length = batch[TEXT].shape
         return length // num_cuts, num_rows, self.config.hidden_size
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Masked tokens; and rows, counted by the context rank with their first token."""
+        """Return masks of tokens and of rows; only the first context rank counts rows."""
         masks = {LM_LOSS: batch[LOSS_MASK]}
         if self.has_binary:
             masks[SOP_LOSS] = batch[ROW_MASK] * float(self.cp.rank == 0)
@@ -242,9 +244,9 @@ class BERT(StageModel):
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
-        """Cross-entropy of every position ``[B, S/cp]`` and of every row ``[B]``."""
+        """Return the cross-entropy of every position ``[B, S/cp]`` and of every row ``[B]``."""
         assert isinstance(output, Tensor)
-        found = {
+        losses = {
             LM_LOSS: vocab_parallel_cross_entropy(
                 self.logits(output),
                 batch[LABELS].clamp(min=0).t(),  # -1 where no token is masked: weight 0
@@ -256,8 +258,8 @@ class BERT(StageModel):
         if self.has_binary:
             scores = self.binary_logits(output)
             wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            found[SOP_LOSS] = F.cross_entropy(wide, batch[IS_RANDOM], reduction="none")
-        return found
+            losses[SOP_LOSS] = F.cross_entropy(wide, batch[IS_RANDOM], reduction="none")
+        return losses
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]

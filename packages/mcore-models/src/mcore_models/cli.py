@@ -1,7 +1,7 @@
-"""The command ``mcore-models``: sizes and costs of a model, before anything is built.
+"""The command ``mcore-models``: sizes and costs of a model, from its flags.
 
-``list`` prints the presets, ``show`` the architecture of one, ``count`` sizes and costs of a
-model: a preset, flags, or a preset with flags that override it. None of them loads torch.
+``list`` prints the presets, ``show`` the architecture of a preset, ``count`` sizes and costs
+of a model: a preset, flags, or a preset with flags that override it. No command loads torch.
 """
 
 import json
@@ -16,7 +16,7 @@ from mcore_models.families import FAMILIES
 from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_models.presets import find_preset, presets
 
-ABOUT = """Parameters, FLOPs and bytes of language models, from their shapes alone.
+ABOUT = """Parameters, FLOPs and bytes of language models, computed from their shapes.
 
 examples:
   mcore-models list
@@ -48,20 +48,22 @@ def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
     if function is show and words and not is_flag(words[0]):
         return show(words[0], *parse_count(["--preset", *words]))
     if function is show and not set(words) & set(HELP_FLAGS):
-        raise ValueError("mcore-models show needs a preset: see mcore-models list.")
+        raise ValueError(
+            "mcore-models show needs the name of a preset: mcore-models list prints the names."
+        )
     if function is show:
-        print("mcore-models show PRESET takes the options of mcore-models count.\n")
+        print("mcore-models show PRESET has the options of mcore-models count.\n")
         return count(*parse_count(words))
     return parse(function, program, words)
 
 
 def list_presets() -> int:
     """Print every preset with its size and source."""
-    known = presets()
-    width = max(map(len, known))
+    table = presets()
+    width = max(map(len, table))
     sizes = f"{'parameters':>17} {'active':>15} {'layers':>6} {'hidden':>6}"
     print(f"{'preset':<{width}} {sizes}  source")
-    for preset in known.values():
+    for preset in table.values():
         model = preset.model
         family = FAMILIES[model.family]
         arguments = (model.config, model.vocab_size, model.moe, family.tensor_shapes)
@@ -79,8 +81,8 @@ def show(name: str, config: CountConfig, unused: Sequence[str]) -> int:
 
     Args:
         name: of the preset.
-        config: the model and the run, as of ``count``.
-        unused: training flags without effect here, which are named.
+        config: the model and the run, as for ``count``.
+        unused: training flags without effect on the report; printed as a note.
 
     Raises:
         ValueError: for contradicting options.
@@ -97,7 +99,7 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
 
     Args:
         config: the model and the run.
-        unused: training flags without effect here, which are named.
+        unused: training flags without effect on the report; printed as a note.
 
     Raises:
         ValueError: for contradicting options.
@@ -107,21 +109,23 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
         print(json.dumps(report))
         return 0
     if unused:
-        print(f"mcore-models: counting does not need {', '.join(unused)}.", file=sys.stderr)
+        print(
+            f"mcore-models: ignored, as without effect: {', '.join(unused)}.", file=sys.stderr
+        )
     width = max(map(len, report))
     for name, value in report.items():
         number = ","
         if isinstance(value, float):
             number = ",.2f" if value >= 1 else ".3g"
-        shown = value if isinstance(value, str) else format(value, number)
-        print(f"{name:<{width}}  {shown:>24}")
+        text = value if isinstance(value, str) else format(value, number)
+        print(f"{name:<{width}}  {text:>24}")
     return 0
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "list": ("the presets, with their sizes and sources", list_presets),
-    "show": ("the architecture of a preset, and what it holds and costs: show NAME", show),
-    "count": ("one model: --preset NAME, or the flags of mcore-train [gpt, bert, t5]", count),
+    "show": ("the architecture of a preset, its sizes and its costs: show NAME", show),
+    "count": ("sizes and costs: --preset NAME, or flags of mcore-train [gpt, bert, t5]", count),
 }
 
 

@@ -33,7 +33,7 @@ def expert_sizes(values: Any) -> tuple[int, int]:
 
 
 def _letters_of(pattern: str) -> set[str]:
-    """Return the letters of a hybrid pattern; empty if the text is no pattern."""
+    """Return the set of letters in a hybrid pattern; empty if the pattern is invalid."""
     try:
         return set("".join(pattern_layers(pattern)) + further_letters(pattern))
     except ValueError:
@@ -64,7 +64,7 @@ _SHORT_CONV = (
 
 
 def _wrong_heads(values: Any) -> str:
-    """Return why the width cannot be split over heads; empty if it can."""
+    """Return the error if heads do not divide the width; empty otherwise."""
     heads, width = values.num_attention_heads, values.hidden_size
     if values.kv_channels or values.multi_latent_attention or width % heads == 0:
         return ""
@@ -75,25 +75,29 @@ def _wrong_heads(values: Any) -> str:
 
 
 def _wrong_rotation(values: Any) -> Iterator[str]:
-    """Yield faults of the number of rotated channels."""
+    """Yield errors of the numbers of rotated channels and of LongRoPE factors."""
     if values.position_embedding_type != "rope":
         return
     size = rotary_size(values)
     if size < 2 or size + size % 2 > head_dim(values):
         yield (
-            f"--rotary-percent {values.rotary_percent} of heads of {head_dim(values)} channels "
-            f"rotates {size}: that must be 2 or more, in pairs that fit into the head."
+            f"--rotary-percent {values.rotary_percent} rotates {size} of the "
+            f"{head_dim(values)} channels of a head: use a share that rotates 2 channels or "
+            "more, in pairs that fit into the head."
         )
         return
     for name in ("longrope_short_factor", "longrope_long_factor"):
         pairs = (size + 1) // 2
-        count, wanted = len(getattr(values, name)), pairs * (values.rope_type == "longrope")
-        if count != wanted:
-            yield f"{flag(name)} has {count} factors: it must have {wanted}."
+        count, required = len(getattr(values, name)), pairs * (values.rope_type == "longrope")
+        if count != required:
+            yield (
+                f"{flag(name)} has {count} factors, but --rope-type {values.rope_type} needs "
+                f"{required}: one for each pair of rotated channels with longrope, else none."
+            )
 
 
 def _wrong_layers(values: Any, name: str) -> str:
-    """Return why a list of layers cannot be read; empty if it can."""
+    """Return the error of parsing a list of layers; empty if it is valid."""
     try:
         layers_skip(getattr(values, name), values.num_layers, name)
     except ValueError as error:
@@ -102,7 +106,7 @@ def _wrong_layers(values: Any, name: str) -> str:
 
 
 def _wrong_sharing(values: Any) -> str:
-    """Return why layers cannot read keys of earlier ones; empty if they can."""
+    """Return the error if sharing layers have no earlier layer of their kind; else empty."""
     shared, count = values.num_kv_shared_layers, values.num_layers
     if not shared or _wrong_layers(values, "window_attn_skip_freq"):
         return ""
@@ -110,13 +114,14 @@ def _wrong_sharing(values: Any) -> str:
     if shared < count and {*kinds[count - shared :]} <= {*kinds[: count - shared]}:
         return ""
     return (
-        f"--num-kv-shared-layers {shared} of --num-layers {count}: before them there must be a "
-        "layer with a window if one of them has a window, and one without if one has none."
+        f"--num-kv-shared-layers {shared} of --num-layers {count}: a sharing layer with a "
+        "window needs an earlier layer with a window, and one without a window needs an "
+        "earlier layer without. Share fewer layers, or change --window-attn-skip-freq."
     )
 
 
 def _several_activations(values: Any) -> str:
-    """Return the activations that exclude each other; empty if at most one is chosen."""
+    """Return the error if several activations are chosen; empty otherwise."""
     kinds = (
         *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu"),
         *("relu", "xielu"),
@@ -129,7 +134,7 @@ def _several_activations(values: Any) -> str:
 
 
 def _wrong_pattern(values: Any) -> str:
-    """Return why a hybrid pattern cannot be read or contradicts counts; empty if it fits."""
+    """Return the error of a hybrid pattern that is invalid or contradicts layer counts."""
     pattern = values.hybrid_override_pattern
     try:
         layers = pattern_layers(pattern)
@@ -138,8 +143,8 @@ def _wrong_pattern(values: Any) -> str:
         return str(error)
     if layers and len(layers) != values.num_layers:
         return (
-            f"--hybrid-override-pattern {pattern} has {len(layers)} layers, --num-layers says "
-            f"{values.num_layers}: leave --num-layers out."
+            f"--hybrid-override-pattern {pattern} has {len(layers)} layers, but --num-layers "
+            f"is {values.num_layers}: leave --num-layers out."
         )
     further = pattern.count("/")
     if layers and further != values.mtp_num_layers:
@@ -152,7 +157,7 @@ def _wrong_pattern(values: Any) -> str:
 
 
 def _wrong_mamba_heads(values: Any) -> str:
-    """Return why heads and groups of a Mamba layer do not divide; empty if they do."""
+    """Return the error if heads or groups do not divide a Mamba layer; empty otherwise."""
     inner = 2 * values.hidden_size
     if not values.mamba_num_heads and inner % values.mamba_head_dim:
         return (
@@ -211,7 +216,7 @@ class TransformerConfig(Options):
     position_embedding_offset: int = option(
         0, minimum=0, needs={"position_embedding_type": "learned_absolute"}
     )
-    """Rows of the learned table before that of the first token (OPT, RoBERTa: 2)."""
+    """Rows of the learned table before the row of the first token (OPT, RoBERTa: 2)."""
 
     rotary_base: float = option(10000.0, above=0)
     """Base of the rotary wavelengths."""
@@ -222,37 +227,37 @@ class TransformerConfig(Options):
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
-    """Base of the rotary wavelengths in windowed layers, without scaling; 0: as in other
-    layers."""
+    """Base of the rotary wavelengths in windowed layers, without scaling; 0: the same as in
+    other layers."""
 
     rotary_percent: float = option(
         1.0, above=0, maximum=1, idle_with={"multi_latent_attention": ON}
     )
-    """Share of each head's channels that rotates, above 0 to 1."""
+    """Share of each head's channels that are rotated, above 0 to 1."""
 
     rotary_interleaved: bool = option(False, needs={"position_embedding_type": "rope"})
     """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
 
     rope_skip_freq: str = option("0", idle_with={"multi_latent_attention": ON})
-    """Layers without rotation: "N" for every N-th, or a list with 0 or 1 (without) for each
-    layer; "0": none."""
+    """Layers without rotation: "N" for every N-th layer, or a list with one entry for each
+    layer, 1 for layers without rotation; "0": rotation in all layers."""
 
     # Stretching of rotary wavelengths for longer contexts: linear, Llama 3.1's, YaRN, LongRoPE.
 
     rotary_seq_len_interpolation_factor: float = option(1.0, above=0)
-    """Positions are divided by this before rotation; 1: unchanged."""
+    """Positions are divided by this number before rotation; 1: unchanged."""
 
     use_rope_scaling: bool = option(False, needs={"position_embedding_type": "rope"})
-    """Stretch long rotary wavelengths as LLaMA 3.1 does, for longer contexts."""
+    """Stretch long rotary wavelengths for longer contexts, as in LLaMA 3.1."""
 
     rope_scaling_factor: float = option(8.0, part_of={"use_rope_scaling": ON})
-    """Factor of the longest wavelengths."""
+    """Factor by which --use-rope-scaling stretches the longest wavelengths."""
 
     rope_scaling_low_freq_factor: float = option(1.0, part_of={"use_rope_scaling": ON})
-    """Wavelengths above the original context divided by this are stretched fully."""
+    """Wavelengths above the original context divided by this number are stretched fully."""
 
     rope_scaling_high_freq_factor: float = option(4.0, part_of={"use_rope_scaling": ON})
-    """Wavelengths below the original context divided by this are unchanged."""
+    """Wavelengths below the original context divided by this number are unchanged."""
 
     rope_scaling_original_max_position_embeddings: int = option(
         8192, part_of={"use_rope_scaling": ON}
@@ -262,11 +267,11 @@ class TransformerConfig(Options):
     rope_type: Literal["rope", "yarn", "dynamic", "longrope", "proportional"] = option(
         "rope", needs={"position_embedding_type": "rope"}
     )
-    """Scaling of rotary wavelengths for longer contexts: none (rope), as YaRN does, by a base
-    that grows with the sequence (dynamic), or by a factor for each channel (longrope);
-    proportional: wavelengths and pairs of complete heads, of which only the share
-    --rotary-percent rotates, in layers with --rotary-base (Gemma 4). Megatron's default: yarn
-    with latent attention."""
+    """Scaling of rotary wavelengths for longer contexts: rope, none; yarn; dynamic, a base that
+    grows with the sequence; longrope, a factor for each pair of channels; proportional, no
+    scaling, but wavelengths and pairs of complete heads of which only the share
+    --rotary-percent is rotated, in layers with --rotary-base (Gemma 4). Megatron's default:
+    yarn with latent attention."""
 
     rotary_scaling_factor: float = option(
         40.0, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
@@ -280,30 +285,34 @@ class TransformerConfig(Options):
     """Context, in tokens, of the model before --rope-type stretched it."""
 
     beta_fast: float = option(32.0, part_of={"rope_type": "yarn"})
-    """Channels with more turns than this within the original context are unchanged."""
+    """With yarn, channels with more rotations than this in the original context are
+    unchanged."""
 
     beta_slow: float = option(1.0, above=0, part_of={"rope_type": "yarn"})
-    """Channels with fewer turns than this are stretched fully."""
+    """With yarn, channels with fewer rotations than this in the original context are stretched
+    fully."""
 
     mscale: float = option(1.0, minimum=0, part_of={"rope_type": "yarn"})
-    """YaRN multiplies cosines and sines by m(this) / m(--mscale-all-dim), where m(x) is
+    """YaRN multiplies cosines and sines by m(--mscale) / m(--mscale-all-dim), where m(x) is
     0.1 x ln(--rotary-scaling-factor) + 1."""
 
     mscale_all_dim: float = option(0.0, minimum=0, part_of={"rope_type": "yarn"})
-    """In latent attention YaRN multiplies all scores by the square of m(this)."""
+    """In latent attention YaRN multiplies all scores by the square of m(--mscale-all-dim)."""
 
     yarn_correction_range_round_to_int: bool = option(True, part_of={"rope_type": "yarn"})
-    """YaRN's bounds between stretched and other channels are rounded to whole channels."""
+    """Round YaRN's bounds between stretched and unchanged channels to whole channels."""
 
     rope_attention_factor: float = option(0.0, part_of={"rope_type": ("yarn", "longrope")})
-    """Factor on cosines and sines with --rope-type yarn or longrope; 0: by its formula."""
+    """Factor on cosines and sines with --rope-type yarn or longrope; 0: the method's
+    formula."""
 
     longrope_short_factor: tuple[float, ...] = ()
     """Factor on the wavelength of each pair of channels, in sequences up to
     --original-max-position-embeddings."""
 
     longrope_long_factor: tuple[float, ...] = ()
-    """The same factors for longer sequences."""
+    """Factor on the wavelength of each pair of channels, in sequences longer than
+    --original-max-position-embeddings."""
 
     # Norms, and the addition to the residual stream.
 
@@ -311,7 +320,7 @@ class TransformerConfig(Options):
     """Kind of the norms. Megatron's default: LayerNorm."""
 
     norm_epsilon: float = option(1e-5, above=0)
-    """Added to the mean square or variance inside a norm."""
+    """Number added to the mean square or variance inside a norm."""
 
     apply_layernorm_1p: bool = False
     """Store norm weights minus 1, so that they start at zero."""
@@ -320,30 +329,30 @@ class TransformerConfig(Options):
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
 
     norm_weight: bool = True
-    """Give norms a weight, and LayerNorms a bias; --no-norm-weight: neither (OLMo)."""
+    """Give norms a weight; --no-norm-weight: neither weight nor bias (OLMo)."""
 
     norm_placement: NormPlacement = "pre"
-    """Norms before each half of a layer (pre), on the output of each half (output, OLMo-2), or
-    both (sandwich, Gemma)."""
+    """Norms before attention and before the feed-forward layer (pre), on their outputs (output,
+    OLMo-2), or both (sandwich, Gemma)."""
 
     embedding_layernorm: bool = False
-    """Norm embeddings before the first layer; in BERT in place of the norm before the first
-    attention (ModernBERT)."""
+    """Norm embeddings before the first layer; in BERT this norm replaces the norm before the
+    first attention (ModernBERT)."""
 
     parallel_residual: ParallelResidual = option(
         "off", needs={"norm_placement": Because("as its norms are before both halves", "pre")}
     )
-    """Attention and MLP read the same stream, through a norm each (two_norms, GPT-NeoX) or one
-    norm (one_norm, Cohere), and their outputs are added together."""
+    """Attention and MLP read the same stream, through separate norms (two_norms, GPT-NeoX) or
+    one norm (one_norm, Cohere), and both outputs are added to it."""
 
     # Attention: projections, norms of queries and keys, scores.
 
     add_qkv_bias: bool = option(False, idle_with={"multi_latent_attention": ON})
-    """Biases of queries, keys and values even where other linears have none."""
+    """Give queries, keys and values biases, also without --add-bias-linear."""
 
     add_attention_bias: bool = option(False, idle_with={"multi_latent_attention": ON})
-    """Biases of queries, keys, values and attention's output even where other linears have
-    none."""
+    """Give queries, keys, values and attention's output biases, also without
+    --add-bias-linear."""
 
     qk_layernorm: bool = False
     """Norm each head's queries and keys before they are rotated."""
@@ -351,9 +360,9 @@ class TransformerConfig(Options):
     qk_norm_width: Literal["head", "own_head", "layer"] = option(
         "head", idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
     )
-    """With --qk-layernorm: norm each head separately, with one weight for all; own_head: each
-    with its own weight and no bias (Command R+); layer: all heads of a layer as one
-    (OLMo-2)."""
+    """With --qk-layernorm: head, norm each head separately with a weight shared by all heads;
+    own_head, with a separate weight for each head and no bias (Command R+); layer, norm all
+    heads of a layer together (OLMo-2)."""
 
     qk_norm_after_rope: bool = option(
         False, idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
@@ -386,7 +395,8 @@ class TransformerConfig(Options):
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla", idle_with={"multi_latent_attention": ON}
     )
-    """Give each head a learned share of attention without a value: a sink (gpt-oss)."""
+    """Softmax of attention: vanilla, or learnable, with a learned score for each head that
+    takes a share of attention without a value (a sink, gpt-oss)."""
 
     value_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Divide each head's values by their root mean square, without weights (Gemma 4)."""
@@ -401,20 +411,21 @@ class TransformerConfig(Options):
             "cuda_graph_impl": Because("which runs layers one by one", "local"),
         },
     )
-    """Last layers without keys and values of their own: each reads those of the last other
-    layer that has a window as it has, or none (Gemma 3n)."""
+    """Number of last layers that compute no keys and values: a layer with a window reads those
+    of the last other layer with a window, a layer without one those of the last other layer
+    without one (Gemma 3n)."""
 
     # Attention: layers with and without a window.
 
     window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
-    """Tokens before and after a query's own that it attends to; -1 before: all. The second is 0
-    in a causal model, in BERT the first."""
+    """Numbers of tokens before and after its own that a query attends to. First number -1: all
+    tokens. The second number is 0 in a causal model, and in BERT equal to the first."""
 
     window_attn_skip_freq: str = option(
         "0", needs=(When("has_windows", bool, "--window-size"),)
     )
-    """Layers without the window of the others: "N" for every N-th, or a list with 0 (all
-    tokens) or 1 (window) for each layer; "0": none."""
+    """Layers without a window: "N" for every N-th layer, or a list with one entry for each
+    layer, 0 for all tokens and 1 for a window; "0": all layers have a window."""
 
     global_kv_channels: int = option(
         0,
@@ -422,7 +433,8 @@ class TransformerConfig(Options):
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
-    """Width of one head in layers without the window of others; 0: as in those (Gemma 4)."""
+    """Width of one head in layers without a window, if other layers have one; 0: the same
+    width (Gemma 4)."""
 
     global_num_query_groups: int = option(
         0,
@@ -430,38 +442,40 @@ class TransformerConfig(Options):
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
-    """Key/value heads of layers without the window of others; 0: as in those."""
+    """Key/value heads of layers without a window, if other layers have one; 0: as many."""
 
     attention_k_eq_v: bool = option(
         False,
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
-    """In layers without the window of others, values are the keys before these are normed and
-    rotated, and have no projection (Gemma 4)."""
+    """In layers without a window, use keys, before they are normed and rotated, as values,
+    which then have no projection (Gemma 4)."""
 
     attention_chunk_size: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
-    """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
+    """Tokens of a chunk: layers that otherwise have a window attend within chunks instead
+    (Llama 4); 0: off."""
 
     attention_temperature_span: int = option(
         0, minimum=0, idle_with={"multi_latent_attention": ON}
     )
     """In layers without rotation, multiply queries by 1 + --attention-temperature-scale x
-    ln(1 + n), n being the tokens so far divided by this, rounded down; 0: off."""
+    ln(1 + n), where n is the number of tokens so far divided by this span, rounded down; 0:
+    off."""
 
     attention_temperature_scale: float = option(0.1, part_of={"attention_temperature_span": ON})
-    """See --attention-temperature-span."""
+    """Factor on the logarithm in the formula of --attention-temperature-span."""
 
     attention_temperature_layers: Literal["unrotated", "all"] = option(
         "unrotated", part_of={"attention_temperature_span": ON}
     )
-    """Layers of --attention-temperature-span; in all layers the token itself is not counted, as
-    in Ministral 3."""
+    """Layers that --attention-temperature-span applies to; with all, the token itself is not
+    counted, as in Ministral 3."""
 
     # Latent attention.
 
     multi_latent_attention: bool = False
-    """Compress keys and values of all heads to one latent vector a token. DeepSeek's models
+    """Compress keys and values of all heads to one latent vector per token. DeepSeek's models
     also have --qk-layernorm and --rotary-interleaved."""
 
     q_lora_rank: int = option(0, minimum=0, part_of={"multi_latent_attention": ON})
@@ -474,8 +488,8 @@ class TransformerConfig(Options):
     """Channels of a latent head's queries and keys that are not rotated."""
 
     qk_pos_emb_head_dim: int = option(64, above=0, part_of={"multi_latent_attention": ON})
-    """Channels of a latent head's queries that are rotated, and of the one rotated key that
-    all heads share."""
+    """Rotated channels of a latent head's queries, and of the rotated key that all heads
+    share."""
 
     v_head_dim: int = option(128, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's values."""
@@ -488,8 +502,8 @@ class TransformerConfig(Options):
         excludes={"qk_clip": Because("which does not see which keys are selected")},
         shrinks_to=8,
     )
-    """Keys that a token attends to, selected by an indexer (DeepSeek-V3.2); 0: all. The indexer
-    is not trained."""
+    """Number of keys that a token attends to, selected by an indexer (DeepSeek-V3.2); 0: all
+    keys. The indexer is not trained."""
 
     dsa_indexer_n_heads: int = option(64, above=0, part_of={"dsa_indexer_topk": ON})
     """Heads of the indexer. Megatron's default: none."""
@@ -500,8 +514,8 @@ class TransformerConfig(Options):
     # Feed-forward layers.
 
     swiglu: bool = True
-    """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or the
-    activation of the next four flags, --geglu or --exact-geglu. Megatron's default: off."""
+    """Feed-forward layers gated by SiLU. With --no-swiglu: exact GELU without a gate, unless
+    another activation is chosen, such as --geglu or --squared-relu. Megatron's default: off."""
 
     quick_geglu: bool = False
     """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
@@ -514,13 +528,14 @@ class TransformerConfig(Options):
 
     xielu: bool = option(
         False,
-        excludes={"num_experts": Because("which have no activation with numbers of their own")},
+        excludes={"num_experts": Because("which have no activation with parameters")},
     )
-    """Activation xIELU, a quadratic and an exponential with two slopes that each layer learns
-    (Apertus); no gate; needs --no-swiglu."""
+    """Activation xIELU, quadratic for positive and exponential for negative inputs, with two
+    slopes that each layer learns (Apertus), no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
-    """tanh approximation of GELU, as in Megatron's fused kernel; no gate; needs --no-swiglu."""
+    """Activation GELU by its tanh approximation, as in Megatron's fused kernel, no gate; needs
+    --no-swiglu."""
 
     geglu: bool = False
     """Feed-forward layers gated by the tanh approximation of GELU; needs --no-swiglu."""
@@ -529,13 +544,14 @@ class TransformerConfig(Options):
     """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
     use_double_wide_mlp: bool = option(False, needs={"num_kv_shared_layers": ON})
-    """Feed-forward layers of --num-kv-shared-layers are twice as wide."""
+    """Make the feed-forward layers of --num-kv-shared-layers twice as wide."""
 
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
-    """Clamp gates from above and up-projections on both sides before they multiply; 0: off."""
+    """Clamp gates from above and up-projections on both sides before the multiplication; 0:
+    off."""
 
     glu_linear_offset: float = option(0.0, needs=_GATED)
-    """Added to up-projections before they are multiplied by their gate."""
+    """Number added to up-projections before the multiplication by the gate."""
 
     add_bias_linear: bool = False
     """Biases in all linears except head and router. Megatron's default: on."""
@@ -543,7 +559,7 @@ class TransformerConfig(Options):
     # Embedding, output head, multipliers.
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output head a weight of its own instead of the embedding's."""
+    """Give the output head a separate weight; by default it uses the embedding's."""
 
     add_output_bias: bool = False
     """Give the output head a bias for each token of the vocabulary (Phi-2)."""
@@ -556,7 +572,7 @@ class TransformerConfig(Options):
         minimum=0,
         shrinks_to=4,
         excludes={
-            "hybrid_override_pattern": Because("whose layers have letters"),
+            "hybrid_override_pattern": Because("which has no letter for it"),
             "mtp_num_layers": Because("which have no such vectors"),
             "parallel_residual": Because(
                 "which has one sum for a layer", "two_norms", "one_norm"
@@ -564,8 +580,8 @@ class TransformerConfig(Options):
             "cuda_graph_impl": Because("which runs layers one by one", "local"),
         },
     )
-    """Width of a vector of each token that every layer adds to its stream, from a table of all
-    layers (Gemma 3n); 0: none."""
+    """Width of the vector that every layer looks up for each token and adds to the residual
+    stream, gated and projected (Gemma 3n); 0: no such vectors."""
 
     layer_output_scale: bool = option(
         False,
@@ -575,8 +591,8 @@ class TransformerConfig(Options):
             )
         },
     )
-    """Multiply the residual stream after each layer by a number of the layer that is not
-    trained (Gemma 4)."""
+    """Multiply the residual stream after each layer by a number that each layer stores and
+    training does not change (Gemma 4)."""
 
     embedding_multiplier: float = option(1.0, above=0)
     """Factor on embeddings."""
@@ -593,12 +609,12 @@ class TransformerConfig(Options):
     # Regularization of the loss, dropout and initial weights.
 
     label_smoothing: float = option(0.0, minimum=0, below=1)
-    """Share of each target that is spread evenly over the vocabulary, in training alone:
-    against overconfident scores on noisy labels. The log has the smoothed loss."""
+    """Share of each target that is spread evenly over the vocabulary, in training only; reduces
+    overconfidence on noisy labels. The logged loss is the smoothed loss."""
     z_loss_coeff: float = option(0.0, minimum=0)
-    """Adds so many times the squared logarithm of the softmax's sum to each token's loss, in
-    training alone: keeps the scores of the vocabulary from drifting, which 16 bits round. PaLM
-    used 1e-4."""
+    """Coefficient of the squared log-sum-exp of the scores that is added to each token's loss,
+    in training only; keeps the scores of the vocabulary from drifting to sizes that 16 bits
+    round. PaLM used 1e-4."""
 
     hidden_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping a channel before it joins the residual stream. Megatron's
@@ -608,8 +624,8 @@ class TransformerConfig(Options):
     """Probability of dropping an attention weight. Megatron's default: 0.1."""
 
     init_method_std: float = option(0.02, above=0)
-    """Standard deviation of initial weights; for weights that write to the residual stream it
-    is divided by sqrt(2 x --num-layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 x --num-layers) for weights that
+    write to the residual stream."""
 
     embedding_init_method_std: float = option(0.0, minimum=0)
     """Standard deviation of initial embeddings; 0: --init-method-std."""
@@ -624,7 +640,7 @@ class TransformerConfig(Options):
             "softmax_scale": Because("as it sets the scale of scores"),
         },
     )
-    """Parametrize by muP: --lr, --adam-eps and --init-method-std are those of a model of
+    """Use muP: --lr, --adam-eps and --init-method-std are the values of a model of width
     --mup-base-hidden-size, and transfer to every width."""
 
     mup_base_hidden_size: int = option(0, needs={"use_mup": ON}, shrinks_to=4)
@@ -638,7 +654,7 @@ class TransformerConfig(Options):
     the model's."""
 
     mup_attn_scale_power: float = option(1.0, above=0, needs={"use_mup": ON})
-    """With --use-mup attention scores fall with the width of a head to this power."""
+    """With --use-mup, attention scores are divided by the width of a head to this power."""
 
     mup_base_head_dim: int = option(0, minimum=0, needs={"use_mup": ON})
     """Width of a head at which attention scores equal those without muP; 0: the model's own."""
@@ -659,20 +675,20 @@ class TransformerConfig(Options):
             ),
         },
     )
-    """Layers after the model, each predicting one token further than the one before; 0: none.
-    They share embedding and output head."""
+    """Layers after the model, each of which predicts one token further ahead than the previous
+    one; 0: none. These layers share the model's embedding and output head."""
 
     mtp_loss_scaling_factor: float = option(0.1, minimum=0, part_of={"mtp_num_layers": ON})
-    """Weight of the mean loss of these layers relative to the main loss."""
+    """Weight of the mean loss of --mtp-num-layers relative to the main loss."""
 
     # Hybrid stacks: the mixers of layers, and the sizes of recurrent mixers.
 
     hybrid_override_pattern: str = ""
-    """One letter for each layer instead of attention and feed-forward in each: M Mamba-2, G
-    gated delta net, C gated short convolution, * attention, - feed-forward, E experts; letters
-    in brackets are one layer of several, [G-]; | between pipeline stages, a layout of this run
-    that checkpoints do not store; / before the letters of each layer of multi-token
-    prediction, /*-. Empty: a transformer."""
+    """One letter for each layer, instead of attention and feed-forward in every layer: M
+    Mamba-2, G gated delta net, C gated short convolution, * attention, - feed-forward, E
+    experts. Letters in brackets are one layer, as in [G-]. | separates pipeline stages, which
+    checkpoints do not store. / precedes the letters of each layer of multi-token
+    prediction, as in /*-. Empty: a transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Size of the state of each channel of a Mamba head."""
@@ -687,7 +703,7 @@ class TransformerConfig(Options):
     """Groups of Mamba heads that share B and C."""
 
     mamba_conv_kernel: int = option(4, minimum=1, part_of=_MAMBA)
-    """Kernel size of the convolution of a Mamba layer; the current token counts."""
+    """Kernel size of the convolution of a Mamba layer, including the current token."""
 
     mamba_conv_bias: bool = option(True, part_of=_MAMBA)
     """Bias of the convolution of a Mamba layer."""
@@ -699,7 +715,7 @@ class TransformerConfig(Options):
     """Norm of a Mamba layer's output: after the gate (gated), before it, or none."""
 
     mamba_chunk_size: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=4)
-    """Tokens that a Mamba layer computes together; affects time and memory, not results."""
+    """Tokens in a chunk of a Mamba layer's scan; affects time and memory, not results."""
 
     mamba_dt_limit: tuple[float, float] = option((0.0, 0.0), part_of=_MAMBA)
     """Smallest and largest step size of a Mamba head; 0 as the largest: no limit."""
@@ -714,7 +730,7 @@ class TransformerConfig(Options):
     """Lower bound of initial step sizes."""
 
     linear_num_key_heads: int = option(16, minimum=1, part_of=_DELTA_NET)
-    """Key heads of a gated delta net."""
+    """Query and key heads of a gated delta net."""
 
     linear_num_value_heads: int = option(32, minimum=1, part_of=_DELTA_NET)
     """Value heads of a gated delta net; several share a key head."""
@@ -726,10 +742,10 @@ class TransformerConfig(Options):
     """Channels of a gated delta net's values."""
 
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
-    """Kernel size of the convolution of a gated delta net; the current token counts."""
+    """Kernel size of the convolution of a gated delta net, including the current token."""
 
     short_conv_kernel_dim: int = option(3, minimum=1, part_of=_SHORT_CONV)
-    """Kernel size of a gated short convolution; the current token counts."""
+    """Kernel size of a gated short convolution, including the current token."""
 
     short_conv_bias: bool = option(False, part_of=_SHORT_CONV)
     """Biases of a gated short convolution and its two linears."""
@@ -747,8 +763,9 @@ class TransformerConfig(Options):
                 v.moe_experts_dtype
                 and any(size % 16 for size in expert_sizes(v))
                 and (
-                    f"--moe-experts-dtype {v.moe_experts_dtype} needs experts whose sizes are "
-                    f"multiples of 16, and theirs are {expert_sizes(v)}."
+                    f"--moe-experts-dtype {v.moe_experts_dtype} needs experts whose input and "
+                    f"inner widths are multiples of 16, not {expert_sizes(v)}: change "
+                    "--hidden-size, --moe-latent-size or --moe-ffn-hidden-size."
                 )
             ),
         ),
@@ -772,7 +789,7 @@ class TransformerConfig(Options):
                 and v.num_query_groups not in (0, v.num_attention_heads)
             ),
             "--num-query-groups {num_query_groups}: with --multi-latent-attention every head "
-            "has keys of its own. Use 0 or --num-attention-heads, {num_attention_heads}.",
+            "has its own keys. Use 0 or --num-attention-heads, {num_attention_heads}.",
         ),
         Rule(
             ("qk_pos_emb_head_dim",),
@@ -784,12 +801,12 @@ class TransformerConfig(Options):
             ("dsa_indexer_head_dim", "qk_pos_emb_head_dim", "dsa_indexer_topk"),
             lambda v: v.dsa_indexer_topk and v.dsa_indexer_head_dim < v.qk_pos_emb_head_dim,
             "--dsa-indexer-head-dim {dsa_indexer_head_dim} must be --qk-pos-emb-head-dim, "
-            "{qk_pos_emb_head_dim}, or more: these channels are rotated.",
+            "{qk_pos_emb_head_dim}, or more: the indexer rotates as many channels.",
         ),
         Rule(
             ("position_embedding_type", "multi_latent_attention"),
             lambda v: v.multi_latent_attention and v.position_embedding_type == "alibi",
-            "--position-embedding-type alibi is not known with --multi-latent-attention: use "
+            "--multi-latent-attention does not support --position-embedding-type alibi: use "
             "rope or none.",
         ),
         Rule(
@@ -857,8 +874,8 @@ class TransformerConfig(Options):
                 and v.position_embedding_type == "rope"
                 and not v.rotary_base_local
             ),
-            "--global-kv-channels {global_kv_channels} needs --rotary-base-local: the rotary "
-            "positions of heads of another width.",
+            "--global-kv-channels {global_kv_channels} needs --rotary-base-local: heads of "
+            "another width need separate rotary tables.",
         ),
         Rule(
             ("global_num_query_groups", "num_attention_heads"),
@@ -875,8 +892,8 @@ class TransformerConfig(Options):
         Rule(
             ("use_mup", "mup_base_hidden_size"),
             lambda v: v.use_mup and v.mup_base_hidden_size < 1,
-            "--mup-base-hidden-size {mup_base_hidden_size} must be the width that the learning "
-            "rate was found at, 1 or more.",
+            "--mup-base-hidden-size {mup_base_hidden_size}: --use-mup needs the width at which "
+            "the learning rate was tuned, 1 or more.",
         ),
         Rule(
             ("window_size", "is_causal"),
@@ -884,8 +901,8 @@ class TransformerConfig(Options):
                 v.window_size[0] < -1
                 or v.window_size[1] != (0 if v.is_causal else max(v.window_size[0], 0))
             ),
-            "--window-size {window_size}: the first must be -1 (all) or more tokens; the "
-            "second 0, since no token may see a later one, or in BERT the same as the first.",
+            "--window-size {window_size}: the first number must be -1 (all tokens) or more; "
+            "the second 0 in a causal model, and in BERT equal to the first.",
         ),
         Rule(
             ("attention_chunk_size", "window_size"),
@@ -956,24 +973,29 @@ RECOMPUTE_MODULES = (
 
 
 def _unknown_modules(values: Any) -> Iterator[str]:
-    """Yield a fault for each unknown module."""
+    """Yield an error for each unknown module."""
     for module in values.recompute_modules:
         if module not in RECOMPUTE_MODULES:
-            yield f"--recompute-modules {module} is not known: use {listed(RECOMPUTE_MODULES)}."
+            yield (
+                f"--recompute-modules {module}: unknown module. Use "
+                f"{listed(RECOMPUTE_MODULES)}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeConfig(Options):
-    """What backward recomputes instead of keeping it from forward."""
+    """Activations that backward recomputes instead of storing them in forward."""
 
     recompute_granularity: Literal["", "full", "selective"] = ""
-    """Recompute nothing, complete layers, or the parts that --recompute-modules names."""
+    """Recompute nothing (empty), complete layers (full), or the modules of --recompute-modules
+    (selective)."""
 
     recompute_method: Literal["", "uniform", "block"] = option(
         "", needs={"recompute_granularity": "full"}
     )
-    """With full: groups of --recompute-num-layers layers (uniform), or only the first
-    --recompute-num-layers layers of each stage, one by one (block); empty: uniform."""
+    """With full: recompute all layers in groups of --recompute-num-layers (uniform), or only
+    the first --recompute-num-layers layers of each stage, one by one (block); empty:
+    uniform."""
 
     recompute_num_layers: int = option(1, minimum=1, needs={"recompute_granularity": "full"})
     """Layers of a group (uniform), or recomputed layers of a stage (block)."""
@@ -982,12 +1004,12 @@ class RecomputeConfig(Options):
         ("core_attn",), needs={"recompute_granularity": "selective"}
     )
     """With selective: core_attn (attention without its projections), mla_up_proj (latent
-    attention after its latent vectors), mlp, moe, shared_experts; and, whose outputs alone are
-    recomputed: layernorm, mlp_act and moe_act (activations)."""
+    attention from the latent vectors on), mlp, moe, shared_experts; layernorm, mlp_act and
+    moe_act (norms and activations, whose outputs are recomputed)."""
 
     distribute_saved_activations: bool = option(False, needs={"recompute_granularity": "full"})
-    """With full: each tensor rank keeps a slice of the input of a recomputed layer, and gathers
-    the other slices in backward."""
+    """With full: each tensor rank stores a slice of the input of a recomputed layer, and
+    gathers the other slices in backward."""
 
     rules = (
         Rule(("recompute_modules",), _unknown_modules),
@@ -998,7 +1020,7 @@ class RecomputeConfig(Options):
                 and (v.tensor_model_parallel_size == 1 or v.sequence_parallel)
             ),
             "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
-            "nor with --sequence-parallel, which splits inputs already: leave it out.",
+            "nor with --sequence-parallel, which already splits inputs: leave it out.",
         ),
         *(
             Rule(
@@ -1023,33 +1045,33 @@ class RecomputeConfig(Options):
 _TE = "--transformer-impl transformer_engine"
 _OTHERWISE = "leave one of the two out."
 _TE_ATTENTION = f"attention by {_TE}"
-_NAME_ONE = "name an --attention-backend, which is then this package's."
+_NAME_ONE = "name an --attention-backend, to use a kernel of this package."
 _NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (
         ("bf16", "fp16"),
         lambda v: not (v.bf16 or v.fp16),
-        f"{_TE} computes in 16 bits: give --bf16 or --fp16.",
+        f"{_TE} computes in 16 bits only: add --bf16 or --fp16.",
     ),
     (
         ("is_causal",),
         lambda v: not v.is_causal,
-        f"{_TE} computes mcore-train gpt, not BERT or T5: leave it out.",
+        f"{_TE} supports mcore-train gpt, not BERT or T5: leave it out.",
     ),
     (
         ("hybrid_override_pattern",),
         lambda v: v.hybrid_override_pattern,
-        f"{_TE} has no layers of --hybrid-override-pattern: {_OTHERWISE}",
+        f"{_TE} does not support --hybrid-override-pattern: {_OTHERWISE}",
     ),
     (
         ("fp8_recipe",),
         lambda v: v.fp8_recipe == "rowwise",
-        f"{_TE} has no --fp8-recipe rowwise: use tensorwise, delayed or blockwise.",
+        f"{_TE} does not support --fp8-recipe rowwise: use tensorwise, delayed or blockwise.",
     ),
     *(
         (
             (name,),
             lambda v, name=name, off=off: getattr(v, name) != off,
-            f"{_TE} was not tried with {flag(name)}: {_OTHERWISE}",
+            f"{_TE} is not tested with {flag(name)}: {_OTHERWISE}",
         )
         for name, off in (
             ("moe_experts_dtype", ""),
@@ -1063,17 +1085,17 @@ _NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], s
     (
         ("attention_backend", "attention_chunk_size"),
         lambda v: v.attention_backend == "auto" and v.attention_chunk_size,
-        f"{_TE_ATTENTION} has no --attention-chunk-size: {_NAME_ONE}",
+        f"{_TE_ATTENTION} does not support --attention-chunk-size: {_NAME_ONE}",
     ),
     (
         ("attention_backend", "softmax_type"),
         lambda v: v.attention_backend == "auto" and v.softmax_type != "vanilla",
-        f"{_TE_ATTENTION} is not given --softmax-type {{softmax_type}}: {_NAME_ONE}",
+        f"{_TE_ATTENTION} does not support --softmax-type {{softmax_type}}: {_NAME_ONE}",
     ),
     (
         ("attention_backend", "position_embedding_type"),
         lambda v: v.attention_backend == "auto" and v.position_embedding_type == "alibi",
-        f"{_TE_ATTENTION} has no --position-embedding-type alibi: {_NAME_ONE}",
+        f"{_TE_ATTENTION} does not support --position-embedding-type alibi: {_NAME_ONE}",
     ),
     (
         ("attention_backend", "context_parallel_size", "cp_comm_type"),
@@ -1082,27 +1104,28 @@ _NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], s
             and v.context_parallel_size > 1
             and v.cp_comm_type != "a2a"
         ),
-        f"{_TE_ATTENTION} needs --cp-comm-type a2a over context ranks: give it, or {_NAME_ONE}",
+        f"{_TE_ATTENTION} needs --cp-comm-type a2a over context ranks: use a2a, or {_NAME_ONE}",
     ),
 )
 """Combinations that Transformer Engine does not support: options, condition, message."""
 
 
 def _unless_ours(is_broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Limit a condition to runs that ask for Transformer Engine."""
+    """Return the condition, limited to runs with --transformer-impl transformer_engine."""
     return lambda v: v.transformer_impl == "transformer_engine" and is_broken(v)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig(Options):
-    """Kernels that compute a model; they do not change what is computed."""
+    """Kernels that compute a model; all compute the same function."""
 
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "local", selects_path="layers.{transformer_impl}"
     )
     """Library of linears, norms, experts and, with --attention-backend auto, attention: local
-    (this package and torch), or NVIDIA's Transformer Engine (an extra; GPUs, --bf16 or --fp16).
-    Weights and checkpoints are the same. Megatron's default: transformer_engine."""
+    (this package and torch), or transformer_engine (NVIDIA's, an extra; requires GPUs and
+    --bf16 or --fp16). Weights and checkpoints are the same. Megatron's default:
+    transformer_engine."""
 
     attention_backend: AttentionBackend = option(
         "auto", selects_path="attention.{attention_backend}"
@@ -1114,9 +1137,9 @@ class KernelConfig(Options):
     batch_invariant_mode: bool = option(
         False, excludes={"attention_backend": ("flash4", "fused", "flash", "unfused", "local")}
     )
-    """Add in an order that does not depend on the batch, in forward: log probabilities are then
-    equal to the bit to those of an engine in this mode. Slower; for GPT models on one tensor
-    and context rank. An option that it does not cover is an error."""
+    """Sum in an order that does not depend on the batch, in forward, so that log probabilities
+    equal those of an inference engine in this mode to the bit. Slower; for GPT models on one
+    tensor and context rank. An option that the mode does not support is an error."""
 
     rules = (
         *(
@@ -1127,7 +1150,7 @@ class KernelConfig(Options):
 
 
 def rotary_size(config: TransformerConfig) -> int:
-    """Return the number of channels of each head that rotate; one more does if it is odd."""
+    """Return the number of rotated channels of each head; if it is odd, one more is rotated."""
     if config.multi_latent_attention:
         return config.qk_pos_emb_head_dim
     if config.rope_type == "proportional":
@@ -1138,7 +1161,7 @@ def rotary_size(config: TransformerConfig) -> int:
 def activation(config: TransformerConfig) -> str:
     """Return the name of the feed-forward activation, see ``mcore_moe.activations``.
 
-    "xielu" is no function but a module with parameters, ``layers.xielu``.
+    "xielu" is the module ``layers.xielu``, which has parameters; the others are functions.
     """
     if config.swiglu:
         return "silu"
@@ -1180,7 +1203,7 @@ def has_plain_scores(config: TransformerConfig) -> bool:
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """Return YaRN's factor on attention for positions stretched by ``factor``; 1 for none.
+    """Return YaRN's factor on attention for positions stretched by ``factor``.
 
     Reference:
         Peng et al. 2023, YaRN, arXiv:2309.00071, equation 22.
@@ -1195,13 +1218,13 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
         return {}
     sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
     if "*" not in pattern:
-        # Unused, but validated.
+        # No layer has attention, but these fields are required and validated.
         sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes
 
 
 def stages_of_pattern(pattern: str) -> dict[str, str]:
-    """Return the pipeline layout given by the | of a hybrid pattern; empty without any."""
+    """Return the pipeline layout that | in a hybrid pattern defines; empty without |."""
     stages = pattern.partition("/")[0].split("|")
     if len(stages) == 1:
         return {}
@@ -1222,11 +1245,11 @@ def config_to_dict(config: object) -> dict[str, Any]:
 
 def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Config:
     """Build a config from ``config_to_dict``'s result; missing fields get their defaults."""
-    known = {field.name: field.type for field in fields(config_type)}  # pyrefly: ignore
+    field_names = [field.name for field in fields(config_type)]  # pyrefly: ignore
     values = {}
     for name, value in table.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if name not in field_names:
+            near = difflib.get_close_matches(name, field_names, n=1, cutoff=0.5)
             hint = f": did you mean {near[0]}?" if near else "."
             raise ValueError(f"{config_type.__name__} has no field {name}{hint}")
         values[name] = tuple(value) if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Options and results of ``mcore-models count``: a model and a run, in training's own flags.
+"""Options and results of ``mcore-models count``: a model and a run, in the flags of training.
 
-A command line of ``mcore-train gpt`` can be passed unchanged, recipes included: flags without
-effect on sizes, such as ``--lr``, are named and ignored. Loads no torch.
+A command line of ``mcore-train gpt`` can be passed unchanged, including recipes. Flags without
+effect on sizes, such as ``--lr``, are reported and ignored. Loads no torch.
 """
 
 import difflib
@@ -54,15 +54,15 @@ GPU_GIB = {
 }
 """Memory visible to a program, rounded down."""
 USABLE = 0.9
-"""Share of a GPU's memory that the estimate may use: temporary buffers of up to 6 % of it (as
-measured, see ``rank_bytes``), CUDA, NCCL and fragmentation are not part of the estimate."""
+"""Share of a GPU's memory that the estimate may use. The estimate does not include temporary
+buffers (up to 6 % of it, as measured, see ``rank_bytes``), CUDA, NCCL and fragmentation."""
 PATTERN = "--hybrid-override-pattern"
 _SAME = {
     "--model": ("--preset",),
     "--nproc": ("--world-size",),
     "--recompute-activations": ("--recompute-granularity", "selective"),
 }
-"""Flags of training that have another name here."""
+"""Flags of training that are replaced by other words here."""
 
 
 USUAL = (
@@ -82,21 +82,21 @@ USUAL = (
     *("context_parallel_size", "expert_model_parallel_size", "recompute_granularity"),
     *("use_distributed_optimizer", "data_parallel_sharding_strategy"),
 )
-"""Shown by count --help."""
+"""Options that count --help prints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountOptions:
-    """What is counted, and for which run."""
+    """Model and run to count."""
 
     preset: str = ""
-    """Start from this preset; flags override it. --model is the same."""
+    """Start from this preset; flags override its values. --model is the same."""
 
     vocab_size: int = 0
     """Token ids of the model."""
 
     seq_length: int = 0
-    """Tokens in a sequence; 0: 4096, or the model's positions if those are fewer."""
+    """Tokens in a sequence; 0: 4096, or --max-position-embeddings if it is smaller."""
 
     decoder_seq_length: int = 0
     """Tokens of a T5's decoder; 0: --seq-length."""
@@ -119,7 +119,7 @@ class CountOptions:
     """Optimizer whose state is counted."""
 
     gpu: str = ""
-    """Report whether it fits a GPU, given by name, such as h100, or by memory in GiB."""
+    """GPU by name, such as h100, or by memory in GiB: report whether the run fits on it."""
 
     json: bool = False
     """Print one JSON object."""
@@ -170,17 +170,17 @@ _KINDS: dict[str, type[CountConfig]] = {
 
 
 def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
-    """Parse flags over recipes over a preset.
+    """Parse a command line; flags override recipes, and recipes override a preset.
 
     Args:
         words: after the command, optionally beginning with the model kind of ``mcore-train``.
 
     Returns:
-        The options, and the training flags without effect here.
+        The options, and the training flags without effect on them.
 
     Raises:
-        ValueError: for an unknown preset, or a flag similar to one of ours.
-        FileNotFoundError: if there is no such recipe.
+        ValueError: for an unknown preset, or an unknown flag that resembles an option.
+        FileNotFoundError: if a recipe does not exist.
         SystemExit: after help.
     """
     command, program = "", "mcore-models count"
@@ -195,7 +195,8 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
     kind = _KINDS[command or (preset.family if preset else "gpt")]
     if preset and _KINDS[preset.family] is not kind:
         raise ValueError(
-            f"--preset {preset.name} is no {command}: use mcore-models count {preset.family}."
+            f"--preset {preset.name} is a {preset.family} model, not {command}: use "
+            f"mcore-models count {preset.family}."
         )
     options = list_options(kind)
     if set(words) & set(HELP_FLAGS):
@@ -226,12 +227,12 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
 
 def _last_value(groups: Sequence[list[str]], flag: str) -> str:
     """Return the last value of a flag; empty if it is not given."""
-    found = [values[0] for name, *values in groups if name == flag and values]
-    return found[-1] if found else ""
+    values_of_flag = [values[0] for name, *values in groups if name == flag and values]
+    return values_of_flag[-1] if values_of_flag else ""
 
 
 def described_model(config: CountConfig) -> ModelDescription:
-    """Return the model to count."""
+    """Return the description of the model to count."""
     kind = type(config.model)
     return ModelDescription(
         config=config.model,
@@ -242,7 +243,7 @@ def described_model(config: CountConfig) -> ModelDescription:
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Split a command line into flags, normalized to dashes, each with its values."""
+    """Yield a list for each flag of a command line: the flag with dashes, then its values."""
     group: list[str] = []
     for word in words:
         if not is_flag(word):
@@ -258,7 +259,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _recipe_groups(files: Sequence[str]) -> Iterator[list[str]]:
-    """Convert the fields of TOML recipes to flags with values."""
+    """Yield a list for each field of TOML recipes: the flag, then its values."""
     for file in files:
         tables: Any = tomllib.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in _leaves(tables):
@@ -288,7 +289,7 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     model = described_model(config)
     family, arguments = FAMILIES[model.family], (model.config, model.vocab_size, model.moe)
     if model.vocab_size < 1:
-        raise ValueError("--vocab-size is needed: the number of token ids.")
+        raise ValueError("--vocab-size is required: give the number of token ids.")
     if options.world_size < 1 or options.micro_batch_size < 1:
         raise ValueError("--world-size and --micro-batch-size must be 1 or more.")
     gpu_gib = _gpu_gib(options.gpu)
@@ -346,13 +347,13 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
 
 
 def _gpu_gib(name: str) -> float:
-    """Return a GPU's memory in GiB; 0.0 without a name."""
-    known = GPU_GIB.get(name.lower().replace("_", "-"))
+    """Return the memory in GiB of a GPU, given by name or as a number; 0.0 for no name."""
+    gib = GPU_GIB.get(name.lower().replace("_", "-"))
     try:
-        return float(known or name or 0)
+        return float(gib or name or 0)
     except ValueError:
         raise ValueError(
-            f"--gpu {name} is not known: use {', '.join(GPU_GIB)}, or its memory in GiB."
+            f"--gpu {name}: unknown GPU. Use {', '.join(GPU_GIB)}, or a GPU's memory in GiB."
         ) from None
 
 

@@ -1,7 +1,7 @@
-"""A complete model as data: as checkpoints store it and as presets define it.
+"""``ModelDescription``: config, experts, vocabulary and family of a model, as data.
 
-In a checkpoint it is nested JSON, ``{"family", "vocab_size", "config", "moe"}``; as a preset
-or a recipe it is one flat table of flags. No torch here.
+A checkpoint stores a description as nested JSON, ``{"family", "vocab_size", "config",
+"moe"}``; a preset or a recipe is a flat table of flags. No torch here.
 """
 
 from collections.abc import Mapping
@@ -42,15 +42,14 @@ class ModelDescription:
     def from_dict(
         cls, table: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES
     ) -> "ModelDescription":
-        """Build from ``to_dict``'s result; missing fields get their defaults.
+        """Build a description from ``to_dict``'s result; missing fields get their defaults.
 
         Raises:
-            ValueError: for another family or an unknown field.
+            ValueError: for an unknown family or field.
         """
         family = table.get("family", "gpt")
         if family not in families:
-            known = ", ".join(families)
-            raise ValueError(f"the model family {family!r} is not known here: use {known}.")
+            raise ValueError(f"unknown model family {family!r}: use {', '.join(families)}.")
         return cls(
             config=config_from_dict(families[family].config, table["config"]),
             vocab_size=table["vocab_size"],
@@ -60,21 +59,21 @@ class ModelDescription:
 
     @classmethod
     def from_flags(cls, table: Mapping[str, Any], family: str = "gpt") -> "ModelDescription":
-        """Build from a flat table of flags with underscores.
+        """Build a description from a flat table of flags with underscores.
 
         Args:
-            table: flags of model and experts, and the vocabulary's size.
-            family: of the model, by its name in ``FAMILIES``.
+            table: flags of model and experts, and ``vocab_size``.
+            family: name of the model's family in ``FAMILIES``.
 
         Raises:
             ValueError: for an unknown field.
         """
-        names = {f.name for f in fields(MoEConfig)}
-        moe = {name: value for name, value in table.items() if name in names}
-        rest = {name: value for name, value in table.items() if name not in names}
-        vocab_size = rest.pop("vocab_size", 0)
+        moe_names = {f.name for f in fields(MoEConfig)}
+        moe = {name: value for name, value in table.items() if name in moe_names}
+        config = {name: value for name, value in table.items() if name not in moe_names}
+        vocab_size = config.pop("vocab_size", 0)
         return cls(
-            config=config_from_dict(FAMILIES[family].config, rest),
+            config=config_from_dict(FAMILIES[family].config, config),
             vocab_size=vocab_size,
             moe=config_from_dict(MoEConfig, moe),
             family=family,

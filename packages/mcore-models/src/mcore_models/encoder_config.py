@@ -1,6 +1,6 @@
 """Configuration of models with an encoder, BERT and T5. The standard library only.
 
-They have the fields of a GPT's layers, with the defaults of their own papers, and a few more.
+Both configs have the fields of ``TransformerConfig``, some with other defaults, and their own.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class BertConfig(TransformerConfig):
     """Kind of the norms."""
 
     norm_epsilon: float = 1e-12
-    """Added to the variance inside a norm."""
+    """Number added to the variance inside a norm."""
 
     swiglu: bool = False
     """Feed-forward layers gated by SiLU; off: exact GELU without a gate."""
@@ -48,23 +48,23 @@ class BertConfig(TransformerConfig):
     """Probability of dropping an attention weight."""
 
     num_tokentypes: int = option(2, minimum=0)
-    """Segments with a token type embedding of their own; 1: all tokens share one (RoBERTa); 0:
-    none."""
+    """Number of token type embeddings, one for each segment; 1: all tokens share one (RoBERTa);
+    0: none."""
 
     post_layer_norm: bool = False
-    """Norms after each half of a layer and on the embeddings, as BERT was published; off:
-    before each half and after the last layer, as Megatron trains it."""
+    """Norms after attention, after the MLP and on the embeddings, as in published BERT; off:
+    norms before attention and MLP and after the last layer, as in Megatron."""
 
     bert_heads: tuple[str, ...] = BERT_HEADS
-    """Heads: pooler (of the first token), lm (masked tokens), binary (order of the two
-    segments, on the pooler). Training needs lm."""
+    """Heads: pooler (on the first token), lm (masked tokens), binary (order of the two
+    segments, on the pooler). Training requires lm."""
 
     rules = (
         Rule(
             ("position_embedding_type",),
             lambda v: v.position_embedding_type not in ("learned_absolute", "rope"),
-            "--position-embedding-type {position_embedding_type}: BERT has learned_absolute "
-            "or rope.",
+            "--position-embedding-type {position_embedding_type}: BERT supports "
+            "learned_absolute and rope only.",
         ),
         Rule(
             ("post_layer_norm", "embedding_layernorm"),
@@ -74,13 +74,13 @@ class BertConfig(TransformerConfig):
         Rule(
             ("untie_embeddings_and_output_weights",),
             lambda v: v.untie_embeddings_and_output_weights,
-            "--untie-embeddings-and-output-weights: BERT's head is its embedding; leave it "
-            "out.",
+            "--untie-embeddings-and-output-weights: BERT's head uses the embedding's weight; "
+            "leave it out.",
         ),
         Rule(
             ("bert_heads",),
             lambda v: not set(v.bert_heads) <= set(BERT_HEADS),
-            f"--bert-heads {{bert_heads}}: use {', '.join(BERT_HEADS)} alone.",
+            f"--bert-heads {{bert_heads}}: use only {', '.join(BERT_HEADS)}.",
         ),
         Rule(
             ("bert_heads",),
@@ -92,10 +92,11 @@ class BertConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5Config(TransformerConfig):
-    """Shape and numerics of a T5: Megatron's defaults; the published form by its fields."""
+    """Shape and numerics of a T5; defaults are Megatron's."""
 
     num_layers: int = 12
-    """Layers of the encoder and of the decoder, unless the next two are set."""
+    """Layers of the encoder and of the decoder, unless --encoder-num-layers or
+    --decoder-num-layers is set."""
 
     encoder_num_layers: int = option(0, minimum=0)
     """Layers of the encoder; 0: --num-layers."""
@@ -108,10 +109,10 @@ class T5Config(TransformerConfig):
     and head, as T5 was published."""
 
     relative_attention_num_buckets: int = 32
-    """With relative positions: number of distances with a bias of their own."""
+    """With relative positions: number of ranges of distances, each with a bias."""
 
     relative_attention_max_distance: int = 128
-    """With relative positions: distance from which on all share a bias."""
+    """With relative positions: all distances from this one on share a bias."""
 
     max_position_embeddings: int = 512
     """Longest sequence of encoder or decoder, in tokens; 0: no limit."""
@@ -120,7 +121,7 @@ class T5Config(TransformerConfig):
     """Kind of the norms; RMSNorm as published."""
 
     swiglu: bool = False
-    """Not for T5: use --feed-forward-proj."""
+    """Not supported by T5: use --feed-forward-proj."""
 
     feed_forward_proj: FeedForward = "gelu"
     """Activation of feed-forward layers: exact GELU, tanh approximation of GELU, ReLU (T5),

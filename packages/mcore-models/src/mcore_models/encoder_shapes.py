@@ -1,4 +1,4 @@
-"""Tensors of BERT and T5, and their training cost for each token.
+"""Logical tensors of BERT and T5, and their training FLOPs per token.
 
 Pure functions of configs; no torch here.
 """
@@ -69,7 +69,7 @@ def bert_shapes(
 def bert_flops_per_token(
     config: BertConfig, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
-    """Floating-point operations of training for each token, which attends in both directions.
+    """Return the floating-point operations of training a BERT for each token.
 
     Multiplications and additions each count as one; pooler, lookups and norms are not counted.
     """
@@ -86,7 +86,8 @@ def bert_flops_per_token(
         else seq_length
         for layer in range(config.num_layers)
     )
-    # 3 passes x 2 operations x (scores and their mix) for each pair of a layer.
+    # 3 passes x 2 operations for each weight; for each query, key and channel of a layer twice
+    # as many: q·k, and the product with v.
     return 6.0 * weights + 12.0 * N * H * keys
 
 
@@ -96,13 +97,13 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     norm = norm_kinds(config)
     width, is_gated = ffn_size(config), feed_forward(config)[0]
-    own: dict[str, Shape] = {
+    self_attention: dict[str, Shape] = {
         "qkv.q": (inner, D),
         "qkv.k": (keys, D),
         "qkv.v": (keys, D),
         "proj": (D, inner),
     }
-    across: dict[str, Shape] = {
+    cross_attention: dict[str, Shape] = {
         "q": (inner, D),
         "kv.k": (keys, D),
         "kv.v": (keys, D),
@@ -111,12 +112,12 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
     dense = dict.fromkeys(("fc1.gate", "fc1.up") if is_gated else ("fc1",), (width, D))
 
     def half(name: str, linears: dict[str, Shape]) -> dict[str, Shape]:
-        found: dict[str, Shape] = {f"{name}_norm.{kind}": (D,) for kind in norm}
+        tensors: dict[str, Shape] = {f"{name}_norm.{kind}": (D,) for kind in norm}
         for linear, shape in linears.items():
-            found[f"{name}.{linear}.weight"] = shape
+            tensors[f"{name}.{linear}.weight"] = shape
             if config.add_bias_linear:
-                found[f"{name}.{linear}.bias"] = shape[:1]
-        return found
+                tensors[f"{name}.{linear}.bias"] = shape[:1]
+        return tensors
 
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
@@ -128,8 +129,8 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
         if config.position_embedding_type == "relative":
             table = (config.relative_attention_num_buckets, config.num_attention_heads)
             shapes[f"{stack}.relative_position_bias.weight"] = table
-        block = half("attention", own)
-        block |= half("cross_attention", across) if stack == "decoder" else {}
+        block = half("attention", self_attention)
+        block |= half("cross_attention", cross_attention) if stack == "decoder" else {}
         block |= half("mlp", {**dense, "fc2": (D, width)})
         for layer in range(depth):
             shapes |= {f"{stack}.blocks.{layer}.{name}": s for name, s in block.items()}
@@ -144,7 +145,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
 def t5_flops_per_token(
     config: T5Config, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
-    """Floating-point operations of training for each token of the encoder.
+    """Return the floating-point operations of training a T5 for each token of the encoder.
 
     The decoder is assumed to have a quarter of the encoder's tokens, as in T5's pre-training;
     throughput counts the encoder's tokens.
@@ -157,10 +158,14 @@ def t5_flops_per_token(
     }
     encoder = sum(size for name, size in matrices.items() if name.startswith("encoder.blocks"))
     decoder = sum(size for name, size in matrices.items() if name.startswith("decoder.blocks"))
-    across = sum(size for name, size in matrices.items() if ".kv." in name)
+    # Keys and values of cross-attention are computed once for each token of the encoder.
+    cross_kv = sum(size for name, size in matrices.items() if ".kv." in name)
     share, pairs = 0.25, 12.0 * N * H * seq_length
     weights = (
-        encoder + across + share * (decoder - across + config.hidden_size * padded_vocab_size)
+        encoder
+        + cross_kv
+        + share * (decoder - cross_kv + config.hidden_size * padded_vocab_size)
     )
-    own = encoder_layers(config) + decoder_layers(config) * share**2 / 2
-    return 6.0 * weights + pairs * (own + decoder_layers(config) * share)
+    # Layers of self-attention; in the decoder share x share of the pairs, halved as causal.
+    self_attention = encoder_layers(config) + decoder_layers(config) * share**2 / 2
+    return 6.0 * weights + pairs * (self_attention + decoder_layers(config) * share)

@@ -1,7 +1,7 @@
-"""A GPT as a function of a batch to its loss, for hand-written training loops.
+"""``GPTModel``: a GPT that maps a batch to its loss, for hand-written training loops.
 
-The layout comes from ``parallel_state``; without one the model is on one rank. Backward itself
-reduces gradients over ranks, so that any torch optimizer may step right after it. For speed,
+The layout comes from ``parallel_state``; without a layout the model is on one rank. Backward
+reduces gradients over ranks, so any torch optimizer may step directly after it. For speed,
 pipelines and long runs use ``GPT`` with the trainer.
 """
 
@@ -37,7 +37,7 @@ class GPTModel(nn.Module):
     """Computes the mean loss of a batch.
 
     Weights and losses are the same on any number of tensor and expert ranks. Data ranks may get
-    different batches; the loss is the mean over all.
+    different batches; the loss is the mean over the tokens of all data ranks.
 
     Attributes:
         gpt: the ``GPT``.
@@ -61,12 +61,13 @@ class GPTModel(nn.Module):
             config: shape and numerics of the layers.
             vocab_size: true number of tokens.
             moe: experts, none by default.
-            parts: modules in place of mixers, see ``TransformerBlock``.
+            parts: builders of replacements for mixers, see ``TransformerBlock``.
             seed: of the initial weights, equal on all ranks.
             dtype: of the parameters.
 
         Raises:
-            ValueError: if the model does not fit the layout, or the layout needs the trainer.
+            ValueError: if the model does not fit the layout, or the layout has pipeline or
+                context ranks.
             RuntimeError: if the world has several ranks and no layout is set.
         """
         super().__init__()
@@ -75,8 +76,8 @@ class GPTModel(nn.Module):
             if axis.size > 1:
                 raise ValueError(
                     f"{flag}_parallel_size {axis.size} needs the trainer (mcore-train gpt), "
-                    "which schedules micro-batches and cuts sequences: GPTModel takes whole "
-                    "batches. Use tensor, expert or data ranks here."
+                    "which schedules micro-batches and splits sequences: GPTModel takes "
+                    "complete batches. Use tensor, expert or data ranks with GPTModel."
                 )
         depths = config.num_layers, config.mtp_num_layers
         gemms = layer_gemms(current_fp8(), ctx, depths[0], WeightCasts(), None, depths[1])
@@ -97,12 +98,12 @@ class GPTModel(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean loss over the valid tokens of all data ranks.
 
-        All-reduces the count and the loss over the data ranks. In training it includes
-        auxiliary losses of experts.
+        All-reduces the count and the loss over the data ranks. In training the loss includes
+        the auxiliary losses of experts.
 
         Args:
             batch: ``tokens`` and ``labels`` ``[B, S]`` int64, ``loss_mask`` ``[B, S]`` of 0
-                and 1, as ``MockGPTDataset`` gives; on any device.
+                and 1, as in ``MockGPTDataset``; on any device.
 
         Returns:
             Scalar, float32 or wider, equal on all ranks.
@@ -118,17 +119,18 @@ class GPTModel(nn.Module):
         # Token losses are equal over the tensor ranks; auxiliary losses are shares of a sum.
         total = reduce_from(aux, self._ctx.axis("tp")) / data.size
         for name, losses in self.gpt.unreduced_losses(output, prepared).items():
-            own = masks[name].to(losses.dtype)
-            count = all_reduce(own.sum(), data).clamp(min=1)
-            total = total + self.gpt.loss_coefficients[name] * (losses * own).sum() / count
+            loss_mask = masks[name].to(losses.dtype)
+            count = all_reduce(loss_mask.sum(), data).clamp(min=1)
+            loss_sum = (losses * loss_mask).sum()
+            total = total + self.gpt.loss_coefficients[name] * loss_sum / count
         return reduce_from(total, data)
 
 
 class MultiTokenPrediction(nn.Module):
-    """Layers that predict further tokens for any model, with its own embedding and head.
+    """Layers that predict further tokens for any model, with that model's embedding and head.
 
-    Plain torch, replicated on every rank: train it under DDP or FSDP like the model itself. In
-    ``GPT`` the same layers are enabled by ``mtp_num_layers``, and split like the model.
+    Plain torch, replicated on every rank: train the layers under DDP or FSDP like the model.
+    ``GPT`` has the same layers with ``mtp_num_layers``, split like the model.
 
     Attributes:
         layers: one ``PredictionLayer`` for each further token.
@@ -197,8 +199,8 @@ class MultiTokenPrediction(nn.Module):
         length = tokens.shape[1]
         if length < len(self.layers) + 2:
             raise ValueError(
-                f"rows of {length} tokens hold none {len(self.layers) + 1} places ahead: use "
-                f"{len(self.layers) + 2} or more."
+                f"rows of {length} tokens have no token {len(self.layers) + 1} positions "
+                f"ahead: use rows of {len(self.layers) + 2} tokens or more."
             )
         positions = torch.arange(length, device=tokens.device)
         inputs = BlockInputs(rotary=build_rotary(self.config, positions, hidden.dtype))
@@ -219,7 +221,7 @@ class MultiTokenPrediction(nn.Module):
 class _Finaliser:
     """Gradient hook that sums a parameter's gradient over the ranks that hold parts of the sum.
 
-    It acts on the gradient of each backward, before that is added to ``.grad``, so that
+    The hook gets the gradient of each backward pass before autograd adds it to ``.grad``, so
     accumulation over several backward passes is correct.
     """
 

@@ -1,8 +1,8 @@
-"""The table of model families: how each is built, counted and checked.
+"""The table of model families: for each the model, its tensors, costs and layout checks.
 
-A family is one file with its model and one entry here. Training, generation and verification
-use a model through ``TrainableModel`` and its family through an entry, so that a family may
-also be defined outside of this package and passed to them. No torch here.
+A family is one file with the model and one ``Family`` entry. Training, generation and
+verification use models only through ``TrainableModel`` and ``Family``, so a family may also be
+defined outside of this package and passed to them. No torch here.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,27 +36,27 @@ class Family:
     """Name of the family in checkpoints."""
 
     model: "str | Callable[..., TrainableModel]"
-    """Builds the model, with the arguments of ``GPT``: a class or function, or ``module:name``,
-    which is imported when the first model is built."""
+    """Builds the model, with the arguments of ``GPT``: a class or function, or its
+    ``module:name``, which is imported when the first model is built."""
 
     flops_per_token: Callable[..., float]
     """FLOPs of training, with the arguments of ``flops.flops_per_token``."""
 
     layout_problems: Callable[..., list[str]]
-    """Returns why a model cannot be split, with the arguments of
+    """Returns the errors of a layout, with the arguments of
     ``building.layouts.layout_problems``."""
 
     config: type[TransformerConfig] = TransformerConfig
-    """Config class of its layers."""
+    """Config class of the model's layers."""
 
     tensor_shapes: Callable[..., dict[str, tuple[int, ...]]] = tensor_shapes
-    """Lists its logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
+    """Lists the logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
 
     num_layers: Callable[..., int] = attrgetter("num_layers")
     """Number of layers that pipeline stages share."""
 
     dataset: Literal["gpt", "bert", "t5"] = "gpt"
-    """Kind of samples that it trains on."""
+    """Kind of training samples."""
 
     def build(self, *arguments: Any, **options: Any) -> "TrainableModel":
         """Build a model, or one pipeline stage of it; see ``GPT`` for the arguments."""

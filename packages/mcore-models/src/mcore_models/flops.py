@@ -60,7 +60,7 @@ _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _NO_FP8 = Fp8Config()
-_DELTA_CHUNK = 64  # ``layers.recurrent.delta_rule.CHUNK``, which needs torch
+_DELTA_CHUNK = 64  # ``kernels.delta.CHUNK``; that module needs torch
 
 
 def num_parameters(
@@ -79,10 +79,10 @@ def num_active_parameters(
     moe: MoEConfig = _NO_EXPERTS,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements used for one token: only the chosen ones of the experts."""
+    """Count the elements used for one token: all dense tensors and k experts of each layer."""
     counts = count_elements(shapes_of(config, vocab_size, moe))
-    idle = counts["experts"] // max(1, moe.num_experts)
-    return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)
+    expert = counts["experts"] // max(1, moe.num_experts)  # one expert in all layers
+    return sum(counts.values()) - expert * max(0, moe.num_experts - moe.moe_router_topk)
 
 
 def flops_per_token(
@@ -101,13 +101,13 @@ def model_flops(
     seq_lengths: Sequence[int],
     moe: MoEConfig = _NO_EXPERTS,
 ) -> int:
-    """Floating-point operations of forward and backward over some sequences.
+    """Return the floating-point operations of forward and backward over some sequences.
 
     Args:
         config: of the model.
         padded_vocab_size: columns that the head computes.
-        seq_lengths: tokens of each sequence; packed ones count separately.
-        moe: its experts.
+        seq_lengths: tokens of each sequence; packed sequences count separately.
+        moe: experts of the model.
 
     Returns:
         Multiplications and additions, each counted as one.
@@ -129,9 +129,10 @@ def model_flops(
     weights += sum(matrices.values()) - routed + active
     mixers, last = layer_mixers(config, moe), config.num_layers - 1
     mixers += (further_mixers(config, moe),) * config.mtp_num_layers
-    # Pairs of query and key, doubled (L * L in a causal layer of L tokens), times channels.
-    sizes = [layer_config(config, layer) for layer in range(config.num_layers)]
-    channels = [head_dim(one) + value_dim(one) for one in sizes]
+    # Twice the pairs of query and key (S * S in a causal layer of S tokens), times channels.
+    # Layers of multi-token prediction count like the last layer.
+    configs = [layer_config(config, layer) for layer in range(config.num_layers)]
+    channels = [head_dim(layer) + value_dim(layer) for layer in configs]
     pairs = sum(
         channels[min(layer, last)]
         * _doubled_pairs(
@@ -165,13 +166,13 @@ class RankBytes:
     optimizer: int
     activations: int
     host: int = 0
-    """Part of the above that is in host memory (``OffloadConfig``); not in ``total``."""
+    """Optimizer state and activations in host memory (``OffloadConfig``); not in ``total``."""
     disk: int = 0
     """State in a file, read and written once a step; not in ``total``."""
 
     @property
     def total(self) -> int:
-        """Sum of all; temporary buffers and fragmentation are not included."""
+        """Bytes on the device, without temporary buffers and fragmentation."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -197,11 +198,11 @@ def rank_bytes(
     widened_bytes: int = 0,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
-    """Estimate the memory of training on the rank that needs most.
+    """Estimate the training memory of the rank that needs most.
 
-    The first pipeline stage, which keeps most micro-batches, is assumed to hold the embedding
-    and the most layers. Measured peaks on GPUs (``benchmarks/results``) are 1 % to 6 % higher,
-    by temporary buffers.
+    The estimate is for the first pipeline stage, which keeps the most micro-batches, with the
+    embedding and the largest number of layers of a stage. Measured peaks on GPUs
+    (``benchmarks/results``) are 1 % to 6 % higher because of temporary buffers.
 
     Args:
         config: of the model.
@@ -211,17 +212,17 @@ def rank_bytes(
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a forward pass.
         num_microbatches: micro-batches of a rank in a step; 0: enough to fill the pipeline.
-        moe: its experts.
-        recomputing: what backward recomputes.
+        moe: experts of the model.
+        recomputing: activations that backward recomputes.
         data_parallel: state sharded over data ranks (ZeRO-1, 2 or 3), and dtype of gradients.
-        optimizer: decides the state of weights and matrices.
+        optimizer: determines the state of weights and matrices.
         main_weights: whether 16-bit weights have float32 main weights.
-        offload: state in host memory.
+        offload: which state is in host memory.
         pipeline: stages on each rank.
         fp8: GEMMs that keep casts of weights and inputs.
         weight_bytes: bytes of a parameter or activation: 2 for bf16, 4 for float32.
-        decoder_seq_length: tokens of a T5's decoder; 0: as many as its encoder's.
-        widened_bytes: of a layer's quantized weights while it computes.
+        decoder_seq_length: tokens of a T5's decoder; 0: as many as in the encoder.
+        widened_bytes: bytes of a layer's dequantized weights while the layer computes.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -241,6 +242,7 @@ def rank_bytes(
         data_ranks = world_size // (expert_ranks * pp) // instances
     gradient_bytes = weight_bytes if data_parallel.has_narrow_grads else 4
     weights, gradients = dense + experts, dense + experts
+    # Weights whose optimizer state is on this rank.
     own = dense // dense_ranks + experts // data_ranks
     casts, change = fp8_bytes(fp8, config, shapes, parallel, moe, weight_bytes)
     tokens = seq_length * micro_batch_size // parallel.context_parallel_size
@@ -255,20 +257,21 @@ def rank_bytes(
         decoder_seq_length / seq_length or 1.0,
     )
     waiting, copied = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
-    # One chunk of logits at a time, on the last of several stages; its peak follows the
-    # layers'.
+    # The head computes one chunk of logits at a time, if this rank has the loss.
     logits = float(min(tokens, 4096))
     if isinstance(config, (BertConfig, T5Config)):  # all logits, twice in float32 too
-        shown = decoder_seq_length or seq_length
-        logits = tokens * shown / seq_length * (weight_bytes + 8) / weight_bytes
+        scored_length = decoder_seq_length or seq_length
+        logits = tokens * scored_length / seq_length * (weight_bytes + 8) / weight_bytes
+    # Temporary tensors, of which only the larger is live at the peak: logits or copies, and
+    # the widest gradient within a layer.
     brief = weight_bytes * max(copied, int(has_both_ends * logits * vocab_size // tp))
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     passing = max(passing, weight_bytes * _expert_rows_elements(config, parallel, moe, tokens))
     passing += widened_bytes
     own_bytes = 0
     if data_parallel.is_fully_sharded:
-        # Gathered: all layers, or the one in use and the next; the ends always. float32 rows
-        # are main weights, counted as state.
+        # Gathered weights: embedding and head, and all layers or the layer in use and the next
+        # one. float32 rows are main weights, which are counted as state.
         layer = (layers + experts) // max(1, -(-config.num_layers // pp))
         is_whole = data_parallel.sharding == "optim_grads"
         weights = ends + (layers + experts if is_whole else 2 * layer)
@@ -278,20 +281,20 @@ def rank_bytes(
         whole = (brief, counts["head"] // tp), (passing, layer)
         passing, gradients = fuller(*whole, gradient_bytes)
         own_bytes, brief = gradient_bytes * own, 0
-    layers_here = max(1, -(-config.num_layers // pp))
-    passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
-    # The layer in use and the one being copied stay on the GPU.
-    away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
-    gone = int(away * kept * passes) if offload.cpu_offloading else 0
+    stage_layers = max(1, -(-config.num_layers // pp))
+    passes = _passes_held(pp, pipeline, num_microbatches, stage_layers)
+    # The layer in use and the layer being copied stay on the GPU.
+    offloaded_share = max(0, offload.cpu_offloading_num_layers - 1) / stage_layers
+    offloaded = int(offloaded_share * kept * passes) if offload.cpu_offloading else 0
     matrices = optimizer.matrices(shapes)
     in_matrices = count_elements(matrices)
     own_in_matrices = in_matrices["layers"] // pp // tp // dense_ranks
     own_in_matrices += in_matrices["experts"] // pp // expert_ranks // data_ranks
-    state, kept_away = optimizer_bytes(
+    state, offloaded_state = optimizer_bytes(
         own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
     )
-    # The ranks of a pipeline stage divide the stage's matrices among them, each matrix whole,
-    # also where weights are sharded otherwise.
+    # State by matrix: the ranks of a stage divide the stage's matrices among them, each matrix
+    # complete on one rank, also if weights are sharded.
     whole = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
     state += max(sum(whole) // world_size, max(whole, default=0))
     on_disk = bool(offload.optimizer_offload_dir)
@@ -299,19 +302,20 @@ def rank_bytes(
         weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state,
-        activations=weight_bytes * (int(kept * passes) - gone + waiting) + max(brief, passing),
-        host=(not on_disk) * kept_away + weight_bytes * gone,
-        disk=on_disk * kept_away,
+        activations=weight_bytes * (int(kept * passes) - offloaded + waiting)
+        + max(brief, passing),
+        host=(not on_disk) * offloaded_state + weight_bytes * offloaded,
+        disk=on_disk * offloaded_state,
     )
 
 
 def _passing_bytes(
     config: TransformerConfig, moe: MoEConfig, fp8: Fp8Config, tokens: int, weight_bytes: int
 ) -> int:
-    """Count the widest gradient within a layer, that of the output of an MLP's first linear.
+    """Return the bytes of the widest gradient in a layer: of the output of an MLP's fc1.
 
-    In fp8 its codes are added. It exists after the head's logits are freed, and is the larger
-    of the two from about 20 000 tokens on.
+    In fp8 the gradient's cast is added. The gradient exists after the head's logits are freed,
+    and is larger than the logits from about 20 000 tokens on.
     """
     if not any("mlp" in names for names in stack_mixers(config, moe)):
         return 0
@@ -323,7 +327,7 @@ def _passing_bytes(
 def _expert_rows_elements(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, tokens: int
 ) -> int:
-    """Count the gradient of the output of experts' first GEMM, for a fixed number of rows."""
+    """Count the elements of the gradient of experts' fc1 output, if rows are fixed; else 0."""
     ep = parallel.expert_model_parallel_size
     if not exchange_elements(config, parallel, moe):
         return 0
@@ -334,10 +338,10 @@ def _expert_rows_elements(
 def _passes_held(
     pp: int, pipeline: PipelineConfig, num_microbatches: int, num_layers: int
 ) -> float:
-    """Return how many micro-batches' activations the first of ``pp`` ranks holds, at most.
+    """Return the largest number of micro-batches whose activations the first rank holds.
 
-    The simulator counts the same (``simulate(...).peak_activations``, in chunks), except for
-    paired passes, whose forward keeps a layer as their backward frees one.
+    Equal to the simulator's ``simulate(...).peak_activations`` (in chunks), except for paired
+    passes, whose forward stores a layer while their backward frees one.
     """
     vpp = pipeline.num_chunks
     held = float(pp)
@@ -345,8 +349,8 @@ def _passes_held(
         held += 0.5 * (pipeline.pipeline_schedule == "dualpipev")
     elif vpp > 1 or pipeline.overlap_moe_expert_parallel_comm:
         group = pipeline.microbatch_group_size_per_virtual_pipeline_stage or pp
-        more = 1 + pipeline.overlap_moe_expert_parallel_comm * vpp / num_layers
-        held = (2 * (pp - 1) + (vpp - 1) * group + more) / vpp
+        running = 1 + pipeline.overlap_moe_expert_parallel_comm * vpp / num_layers
+        held = (2 * (pp - 1) + (vpp - 1) * group + running) / vpp
     return min(held, float(num_microbatches or held))
 
 
@@ -375,12 +379,14 @@ def _kept_elements(
     config: TransformerConfig, parallel: ParallelConfig, tokens: int, moe: MoEConfig,
     recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float, decoder_share: float,
 ) -> int:  # fmt: skip
-    """Count the elements that the first rank keeps of a micro-batch for backward.
+    """Count the elements of a micro-batch that the first rank stores for backward.
 
-    The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
-    attention that keeps no scores and an activation that keeps no intermediate; ``fp8_change``:
-    added to a token's elements of all layers; ``decoder_share``: tokens of a T5's decoder
-    divided by those of its encoder.
+    Counted are the tensors that our layers save, as in Korthikanti et al. 2022,
+    arXiv:2205.05198, with fused attention (no scores) and fused activations (no intermediate).
+
+    ``has_both_ends``: the rank also has the last stage. ``fp8_change``: elements of a token
+    that fp8 adds in all layers, below 0 if fp8 saves. ``decoder_share``: tokens of a T5's
+    decoder divided by the encoder's tokens.
     """
     D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -391,8 +397,8 @@ def _kept_elements(
         mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     widths["moe"] += exchange_elements(config, parallel, moe)
-    # Besides what a mixer keeps: its input and the sum that its norm read, in post-norm the
-    # norm's output too, and one byte for each element that dropout may drop.
+    # In addition to a mixer's own tensors: its input and the sum that its norm read, in
+    # post-norm also the norm's output, and one byte for each element that dropout may drop.
     around = 2.0 * D + 0.5 * D * bool(config.hidden_dropout)
     around += D * (isinstance(config, BertConfig) and config.post_layer_norm)
     if recomputing.recompute_granularity == "selective":
@@ -401,11 +407,11 @@ def _kept_elements(
     inner = sum(widths[name] // tp + around / stream for name in names)
     if isinstance(config, T5Config):
         decoder = names[2 * encoder_layers(config) :]
-        own = sum(widths[name] // tp + around / stream for name in decoder)
-        # Keys and values of cross-attention are made from the encoder's tokens.
-        across = num_kv_heads(config) * (head_dim(config) + value_dim(config))
-        own -= decoder_layers(config) * across // tp
-        inner -= (1 - decoder_share) * own
+        of_decoder = sum(widths[name] // tp + around / stream for name in decoder)
+        # Keys and values of cross-attention are as many as the encoder's tokens.
+        cross_kv = num_kv_heads(config) * (head_dim(config) + value_dim(config))
+        of_decoder -= decoder_layers(config) * cross_kv // tp
+        inner -= (1 - decoder_share) * of_decoder
     inner += names.count("mla") * 2 * latent // stream
     layer = int(tokens * (inner + fp8_change) / len(mixers))
     layers = -(-len(mixers) // pp)
@@ -420,7 +426,10 @@ def _kept_elements(
 
 
 def _forget(widths: dict[str, int], modules: set[str], config: TransformerConfig) -> int:
-    """Remove from ``widths`` what selective recomputation frees; return a norm's width."""
+    """Reduce ``widths`` in place by selectively recomputed tensors; return a norm's width.
+
+    The width is 0 unless norms are recomputed.
+    """
     parts = 2 if is_gated(config) else 1
     if "mlp_act" in modules:
         widths["mlp"] -= ffn_size(config)
@@ -432,7 +441,7 @@ def _forget(widths: dict[str, int], modules: set[str], config: TransformerConfig
 
 
 def stack_mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:
-    """Return the mixers of every layer: in a T5 of the encoder, then of the decoder."""
+    """Return the mixers of every layer; in a T5 the encoder's layers, then the decoder's."""
     if not isinstance(config, T5Config):
         return layer_mixers(config, moe)
     encoder, decoder = ("attention", "mlp"), ("attention", "attention", "mlp")
@@ -440,7 +449,7 @@ def stack_mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, 
 
 
 def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
-    """Return the elements that each mixer keeps of a token, over all tensor ranks."""
+    """Return the elements that each mixer stores of a token, over all tensor ranks."""
     N, G = config.num_attention_heads, num_kv_heads(config)
     channels = head_dim(config) + value_dim(config)
     gated = feed_forward(config)[0] if isinstance(config, T5Config) else is_gated(config)
@@ -457,14 +466,14 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         "mla": (N + G) * channels + N * config.qk_head_dim,
         "mlp": parts * ffn_size(config),
         "moe": parts * (chosen + moe.moe_shared_expert_intermediate_size),
-        # Before and after the convolution, the gate, the output and the gated norm's output.
+        # Input and output of the convolution, the gate, the scan's and the norm's output.
         "mamba": 2 * mixed + 3 * sizes.inner,
-        # Before and after the convolution, and in float32 keys of every value head, gate,
+        # Input and output of the convolution, and in float32 keys of every value head, gate,
         # corrections, output and the matrices within chunks.
         "delta_net": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
-        # B, C and x, the gated input, and the convolution before and after its gate.
+        # B, C and x, the gated input, and the convolution's output before and after the gate.
         "short_conv": 6 * config.hidden_size,
         "layer_input": 3 * config.per_layer_embedding_size,
     }

@@ -1,9 +1,9 @@
 """GPT: a decoder-only language model, complete or one pipeline stage of it.
 
 The context passed to the constructor determines the layout. Blocks are keyed by global layer
-number, so that names are the same on every stage. ``forward`` returns the residual stream;
-``logits``, ``token_losses`` and ``loss`` are computed from it on the last stage. Auxiliary
-losses are returned next to the stream, as a second root of backward.
+number, so that names are the same on every stage. ``forward`` returns the hidden state and the
+auxiliary losses, a second root of backward. On the last stage ``logits``, ``token_losses`` and
+``loss`` compute scores and losses from the hidden state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,16 +41,16 @@ class GPT(StageModel, MTPLanguageModel):
     """Maps token ids to next-token scores.
 
     Attributes:
-        embedding: on the first stage; with a tied head also on the last, and on that of
-            ``mtp``.
+        embedding: on the first stage; with a tied head also on the last stage, and with
+            ``mtp`` on the stage of ``mtp``.
         position_embedding: learned positions, on the first stage.
         embedding_norm: norm of the embeddings, on the first stage.
         per_layer_embedding: vectors that the layers add, on the first stage.
         blocks: this stage's layers by global number; wrappers apply to them.
-        final_norm: on the last stage, or on that of ``mtp``.
+        final_norm: on the last stage, or on the stage of ``mtp``.
         head: on the last stage, unless tied.
         lm_head: bias of the head, on the last stage.
-        head_gemm: multiplies with the head's weight where logits are computed.
+        head_gemm: GEMM with the head's weight in ``logits``.
         mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on the
             stage that a pipeline layout assigns.
     """
@@ -88,7 +88,7 @@ class GPT(StageModel, MTPLanguageModel):
         is_apart = ctx.pp.size > 1 and not stage.has_embedding and stage.rank != 0
         if has_copy and is_apart and ctx.embedding_ends.size == 1:
             raise ValueError(
-                f"stage {stage.index} embeds tokens too: name its pipeline rank among the "
+                f"stage {stage.index} shares the embedding: add its pipeline rank to the "
                 "embedding_stages of ParallelContext.build."
             )
         if stage.has_embedding or has_copy:
@@ -117,17 +117,17 @@ class GPT(StageModel, MTPLanguageModel):
         state: ModelState | None = None,
         documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
-        """Run this stage's layers.
+        """Run this stage's layers on tokens, or on the previous stage's hidden state.
 
         Args:
-            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
-                D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
+            x: token ids ``[B, S/cp]`` on the first stage; on others the previous stage's hidden
+                state ``[S/cp, B, D]`` (``[S/cp/tp, B, D]`` under sequence parallelism).
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or from
-                the state's length, in the zigzag order of ``cp``. Required only if sequences
-                restart inside a sample.
-            state: of earlier tokens in the layers; extended by these.
-            documents: packed in the rows, which are split over ``cp`` like others; documents do
-                not attend to each other. Positions continue across documents unless given.
+                the state's length, in the zigzag order of ``cp``. Required only if positions
+                restart inside a row.
+            state: of earlier tokens in the layers; these tokens are appended.
+            documents: packed in the rows; they do not attend to each other. Positions continue
+                across documents unless given.
 
         Returns:
             The hidden state, normed on stages with ``final_norm``, and this stage's auxiliary
@@ -135,13 +135,13 @@ class GPT(StageModel, MTPLanguageModel):
 
         Raises:
             ValueError: if the sequence is longer than the model's positions, a state is given
-                under context parallelism or with documents, or the documents are of other
+                under context parallelism or with documents, or the documents do not fit the
                 rows.
         """
         rows, num_tokens = x.shape[:2]
         if not self.stage.has_embedding:  # a hidden state
             rows, num_tokens = num_tokens, rows * self.cuts.size
-        # With both a state and positions, the owner of the state counts.
+        # With both a state and positions, the owner of the state checks the length.
         is_counted = state is None or positions is None
         length = check_inputs(
             (rows, num_tokens),
@@ -177,12 +177,12 @@ class GPT(StageModel, MTPLanguageModel):
         def run(block: nn.Module, x: Tensor) -> Residual:
             return self.run_blocks([block], x, inputs, self.training)
 
-        found, total = [], torch.zeros((), device=hidden.device)
+        states, total = [], torch.zeros((), device=hidden.device)
         for depth, layer in enumerate(self.mtp):
             hidden, aux = layer(hidden, self.embedded(tokens[..., depth], positions), run)
-            found.append(hidden)
+            states.append(hidden)
             total = total + aux
-        return found, total
+        return states, total
 
     def draft_hidden(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, state: ModelState
@@ -198,7 +198,7 @@ class GPT(StageModel, MTPLanguageModel):
         )[0]
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary: this rank's slice of it, padding included as zeros.
+        """Return the scores of this rank's slice of the vocabulary; padding has zeros.
 
         Gathers the sequence under sequence parallelism.
 
@@ -222,7 +222,7 @@ class GPT(StageModel, MTPLanguageModel):
         labels: Int[Tensor, "B S"],
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "B S"]:
-        """Return the cross-entropy of every token, float32 or wider; any gradient may follow.
+        """Return the cross-entropy of every token, float32 or wider, differentiable.
 
         Args:
             hidden: of ``forward`` on the last stage.
@@ -230,7 +230,7 @@ class GPT(StageModel, MTPLanguageModel):
             label_smoothing: share of the target spread over the vocabulary.
         """
         if isinstance(self.head_gemm, BatchInvariantGemm) and not label_smoothing:
-            # As an engine computes them, to the bit; there is one tensor rank.
+            # Bitwise equal to the engine's log probabilities; there is one tensor rank.
             scores = self.logits(hidden)[..., : self.vocab_size]
             return -token_log_probs(scores, labels.t()).t()
         return vocab_parallel_cross_entropy(
@@ -250,9 +250,9 @@ class GPT(StageModel, MTPLanguageModel):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
         """Return the weighted sum of token losses; full logits are never in memory.
 
-        With the label smoothing and the z-loss of the config, which ``token_losses``, by which
-        a model is scored, does not have. The sum must be a root of backward.
-        A head with a bias computes all logits at once.
+        Includes the label smoothing and the z-loss of the config; ``token_losses``, used for
+        evaluation, does not. The sum must be a root of backward. A head with a bias computes
+        all logits at once.
 
         Args:
             hidden: of ``forward`` on the last stage.
@@ -279,22 +279,22 @@ class GPT(StageModel, MTPLanguageModel):
         )
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Scale the head's input by muP's or the config's factor on logits."""
+        """Return the head's input times the config's and muP's factor on logits."""
         return hidden * factor if (factor := logits_factor(self.config)) != 1 else hidden
 
     @property
     def output_weight(self) -> Float[Tensor, "v D"]:
-        """This rank's rows of the head's weight: its own, or the embedding's."""
+        """This rank's rows of the head's weight; with a tied head, of the embedding's."""
         is_untied = self.config.untie_embeddings_and_output_weights
         return self.head.weight if is_untied else self.embedding.weight
 
     def embedded(
         self, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"]
     ) -> Float[Tensor, "s B D"]:
-        """Return the input of the first layer."""
+        """Return the input of the first layer from token ids and positions."""
         x = self.embedding(tokens)
         if (factor := embedding_factor(self.config)) != 1.0:
-            # Round the factor to the model's dtype first, as in training of published models.
+            # The factor is rounded to the model's dtype, as in published models.
             x = x * torch.tensor(factor, dtype=x.dtype).item()
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.position_embedding(positions)
@@ -311,7 +311,7 @@ class GPT(StageModel, MTPLanguageModel):
     ) -> Tensor:
         """Return the tokens' positions, counting them if they are not given."""
         if positions is not None:
-            # Fused kernels require tables without a batch dimension, which are also smaller.
+            # Fused kernels require rotary tables without a batch dimension.
             return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
         if state is not None:
             return torch.arange(state.length, state.length + num_tokens, device=device)

@@ -1,4 +1,4 @@
-"""Reads strings that describe each layer of a model: letters, or a list of numbers.
+"""Parsing of strings that describe each layer of a model: letters, or a list of numbers.
 
 The standard library only, so that config files may import it.
 """
@@ -19,35 +19,35 @@ PATTERN_MIXERS: Mapping[str, str] = {
 """Mixer of each letter of ``--hybrid-override-pattern``."""
 
 MOST_LAYERS = 100_000
-"""Bound of the entries of a repetition; larger ones are mistakes that would fill memory."""
+"""Largest number of entries of a repetition; more would be a mistake that fills memory."""
 _LAYERS = re.compile(r"\[([^\[\]]+)\]|([^\[\]])")
 
 
 def pattern_layers(pattern: str) -> tuple[str, ...]:
-    """Return the letters of each layer of a hybrid pattern, without pipeline cuts.
+    """Return the letters of each layer of a hybrid pattern, without stage marks.
 
-    A letter is a layer of one mixer; letters in brackets are one layer of several. Letters
-    after a / are no layer of the model, see ``further_letters``.
+    A letter is a layer with one mixer; letters in brackets are one layer with several mixers.
+    The letters after a / are parsed by ``further_letters``.
     """
     pattern = pattern.partition("/")[0]
     text = without_stage_marks(pattern)
-    layers = tuple(several or one for several, one in _LAYERS.findall(text))
+    layers = tuple(in_brackets or letter for in_brackets, letter in _LAYERS.findall(text))
     letters = "".join(layers)
     problem = ""
     if unknown := sorted(set(letters) - PATTERN_MIXERS.keys()):
-        problem = f"{' '.join(unknown)} stand for no layer"
+        problem = f"unknown {' '.join(unknown)}"
     elif pattern and not letters:
-        problem = "there is no layer"
+        problem = "the pattern has no layer"
     elif text != join_layers(layers):
-        problem = "brackets hold the letters, two or more, of one layer"
-    elif any(len(set(one)) < len(one) for one in layers) or any(
+        problem = "brackets must enclose the letters, two or more, of one layer"
+    elif any(len(set(layer)) < len(layer) for layer in layers) or any(
         "|" in inside for inside, _ in _LAYERS.findall(pattern)
     ):
-        problem = "a layer in brackets is not cut and has each mixer once"
+        problem = "a layer in brackets cannot contain | or a letter twice"
     if problem:
-        known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
+        mixers = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
         raise ValueError(
-            f"--hybrid-override-pattern {pattern}: {problem}: use {known}, [ and ] around the "
+            f"--hybrid-override-pattern {pattern}: {problem}. Use {mixers}, [ and ] around the "
             "letters of one layer, | between pipeline stages, and / before the letters of each "
             "layer of multi-token prediction."
         )
@@ -55,18 +55,18 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
 
 
 def without_stage_marks(pattern: str) -> str:
-    """Return a hybrid pattern without its |: the same model without pipeline stages."""
+    """Return a hybrid pattern without |: the same model without pipeline stages."""
     layers, slash, further = pattern.partition("/")
     return layers.replace("|", "") + slash + further
 
 
 def further_letters(pattern: str) -> str:
-    """Return the letters of a layer of multi-token prediction, as one layer."""
+    """Return the letters of one layer of multi-token prediction; empty without such layers."""
     sections = [section.removeprefix("[").removesuffix("]") for section in pattern.split("/")]
     letters = {*sections[1:]}
     for section in letters:
-        is_known = section and set(section) <= PATTERN_MIXERS.keys()
-        if not is_known or len(set(section)) < len(section) or len(letters) > 1:
+        has_mixers = section and set(section) <= PATTERN_MIXERS.keys()
+        if not has_mixers or len(set(section)) < len(section) or len(letters) > 1:
             raise ValueError(
                 f"--hybrid-override-pattern {pattern}: after each / there must be the same "
                 "letters, each once, of one layer of multi-token prediction, such as /*-/*-."
@@ -75,8 +75,8 @@ def further_letters(pattern: str) -> str:
 
 
 def join_layers(layers: Iterable[str]) -> str:
-    """Write layers as a hybrid pattern; inverse of ``pattern_layers``."""
-    return "".join(one if len(one) == 1 else f"[{one}]" for one in layers)
+    """Return layers as a hybrid pattern; inverse of ``pattern_layers``."""
+    return "".join(layer if len(layer) == 1 else f"[{layer}]" for layer in layers)
 
 
 def is_local(config: Any, layer: int) -> bool:
@@ -99,7 +99,7 @@ def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tup
         text: "N" for every N-th layer, "0" for none, or a list with 0 or 1 for each layer.
         num_layers: number of layers.
         name: of the field, for errors.
-        ones: whether 1 in a list means skipped.
+        ones: whether 1 in a list means that the layer skips; False: 0 does.
     """
     pattern = read_pattern(text, _flag(name))
     if isinstance(pattern, int):
@@ -119,17 +119,17 @@ def _flag(name: str) -> str:
 
 
 def read_pattern(text: str, flag: str) -> int | list[int]:
-    """Parse a number, or a list of numbers that may be written with + and *."""
+    """Return the number, or the list of numbers that may be written with + and *, in text."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{flag} {text!r} is neither a number nor a list such as [0]*3+[1]*58."
+            f"{flag} {text!r}: use a number, or a list such as [0]*3+[1]*58."
         ) from error
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate numbers, lists of numbers, + and *; other syntax raises TypeError."""
+    """Evaluate numbers, lists of numbers, + and *; raise TypeError for other syntax."""
     match node:
         case ast.Constant(value=int(value)):
             return value

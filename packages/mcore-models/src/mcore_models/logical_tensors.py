@@ -1,11 +1,11 @@
 """The logical tensors of a decoder-only transformer: names and shapes, from its config.
 
-The single definition of derived sizes (widths, heads, layers with experts) and of the list of
-tensors that follows from them. Models are built, counted, checkpointed and converted by it. The
-standard library only: config files and mcore-ckpt import it.
+This module is the single definition of derived sizes (widths, heads, layers with experts) and
+of the list of tensors. Building, counting, checkpoints and conversion of models use it. The
+standard library only: config files and mcore-ckpt import this module.
 
-``config`` is any object with the fields of ``TransformerConfig``, ``moe`` any with those of
-mcore-moe's ``MoEConfig``; 0 means "derived" or "none".
+``config`` is any object with the fields of ``TransformerConfig``, ``moe`` any object with the
+fields of mcore-moe's ``MoEConfig``; 0 means "derived" or "none".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def head_dim(config: Any) -> int:
-    """Channels of one attention head, H; in latent attention, of its queries and keys."""
+    """Channels of one attention head, H; in latent attention those of queries and keys."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim
     return config.kv_channels or config.hidden_size // config.num_attention_heads
@@ -51,7 +51,7 @@ def ffn_size(config: Any) -> int:
     if config.ffn_hidden_size:
         return config.ffn_hidden_size
     if is_gated(config):
-        # Three matrices instead of two: with two thirds of the width the cost is the same.
+        # Three matrices of two thirds of the width cost as much as two of the full width.
         return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
     return 4 * config.hidden_size
 
@@ -94,7 +94,7 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
 
 
 def global_config(config: Any) -> Any:
-    """Return the config of layers without the window of others, which may have other heads."""
+    """Return the config of layers without a window, whose heads may differ from the others."""
     sizes = {
         "kv_channels": config.global_kv_channels or config.kv_channels,
         "num_query_groups": config.global_num_query_groups or config.num_query_groups,
@@ -103,11 +103,11 @@ def global_config(config: Any) -> Any:
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """Return the config of one layer, with the sizes that it has.
+    """Return the config of one layer, with that layer's sizes.
 
-    In it ``num_kv_shared_layers`` is 0 unless the layer reads keys of another one,
-    ``attention_k_eq_v`` is true only if its own values are its keys, and ``ffn_hidden_size`` is
-    its own. A config without such fields is returned unchanged.
+    In the result, ``num_kv_shared_layers`` is 0 unless the layer reads the keys of another
+    layer, ``attention_k_eq_v`` is true only if the layer's values are its keys, and
+    ``ffn_hidden_size`` is the layer's width. If no field differs, the result is ``config``.
 
     Args:
         config: of the model.
@@ -116,7 +116,7 @@ def layer_config(config: Any, layer: int) -> Any:
     has_windows = config.window_size[0] >= 0 or config.attention_chunk_size > 0
     is_global = has_windows and not is_local(config, layer)
     shares = layer >= config.num_layers - config.num_kv_shared_layers
-    found = global_config(config) if is_global else config
+    base = global_config(config) if is_global else config
     width = ffn_size(config) * (1 + (config.use_double_wide_mlp and shares))
     fields = {
         "attention_k_eq_v": config.attention_k_eq_v and is_global,
@@ -124,24 +124,24 @@ def layer_config(config: Any, layer: int) -> Any:
         "use_double_wide_mlp": False,
         "ffn_hidden_size": width if config.use_double_wide_mlp else config.ffn_hidden_size,
     }
-    return _changed(found, fields)
+    return _changed(base, fields)
 
 
 def _changed(config: Any, fields: Mapping[str, Any]) -> Any:
     """Return a config with other values; the same object if no value changes."""
-    new = {name: value for name, value in fields.items() if getattr(config, name) != value}
-    if not new:
+    changes = {name: value for name, value in fields.items() if getattr(config, name) != value}
+    if not changes:
         return config
     if is_dataclass(config) and not isinstance(config, type):
-        return replace(config, **new)
-    return SimpleNamespace(**{**vars(config), **new})
+        return replace(config, **changes)
+    return SimpleNamespace(**{**vars(config), **changes})
 
 
 def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     """Return the mixers of each layer, in order; names of ``MIXER_SHAPES``.
 
     Raises:
-        ValueError: as ``moe_layers`` and ``pattern_layers``.
+        ValueError: if ``--moe-layer-freq`` or the pattern is invalid.
     """
     attention = "mla" if config.multi_latent_attention else "attention"
     layers = pattern_layers(config.hybrid_override_pattern)
@@ -156,7 +156,7 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
 def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
     """Return the mixers of a layer of multi-token prediction.
 
-    They are those after a / in the pattern of a hybrid, else those of the last layer.
+    They follow a / in the pattern of a hybrid; without a pattern they are the last layer's.
     """
     attention = "mla" if config.multi_latent_attention else "attention"
     mixers = {**PATTERN_MIXERS, "*": attention}
@@ -172,18 +172,18 @@ def num_halves(config: Any) -> int:
 
 def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return the norms before and after each mixer of a layer; empty: no norm."""
-    found = []
-    for place, mixer in enumerate(mixers):
+    norms = []
+    for index, mixer in enumerate(mixers):
         before = MIXER_NORMS[mixer]
-        if mixer == "layer_input":  # the stream itself is its input
-            found.append(("", "layer_input_post_norm"))
+        if mixer == "layer_input":  # reads the stream without a norm
+            norms.append(("", "layer_input_post_norm"))
             continue
         after = f"{before.removesuffix('_norm')}_post_norm"
-        shares = place > 0 and config.parallel_residual == "one_norm"
-        is_bare = config.norm_placement == "output" or shares
+        shares_first_norm = index > 0 and config.parallel_residual == "one_norm"
+        has_before = config.norm_placement != "output" and not shares_first_norm
         has_after = config.norm_placement != "pre"
-        found.append(("" if is_bare else before, after if has_after else ""))
-    return tuple(found)
+        norms.append((before if has_before else "", after if has_after else ""))
+    return tuple(norms)
 
 
 class MambaSizes(NamedTuple):
@@ -232,11 +232,11 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
         moe: of the experts.
 
     Returns:
-        By the names of ``named_shards``, in the order of the layers: fused projections as
-            their parts (q, k, v; gate, up), experts one by one, tied tables once.
+        Shapes by the names of ``named_shards``, in the order of the layers: fused projections
+            as their parts (q, k, v; gate, up), experts one by one, tied tables once.
 
     Raises:
-        ValueError: as ``moe_layers``.
+        ValueError: if ``--moe-layer-freq`` or the pattern is invalid.
     """
     D = config.hidden_size
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
@@ -251,36 +251,36 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
             "per_layer_embedding.proj.weight": (channels, D),
             **_norm(config, "per_layer_embedding.norm", config.per_layer_embedding_size),
         }
-    # Layers of one kind have the same tensors.
-    known: dict[tuple[Any, ...], dict[str, Shape]] = {}
+    # Layers of one kind have the same tensors: list the tensors of each kind once.
+    shapes_of_kind: dict[tuple[Any, ...], dict[str, Shape]] = {}
     for layer, mixers in enumerate(layer_mixers(config, moe)):
         sizes = layer_config(config, layer)
         kind = (mixers, *(getattr(sizes, name) for name in _OF_LAYERS))
-        if kind not in known:
-            known[kind] = _layer(sizes, moe, mixers)
-        inside = known[kind]
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
+        if kind not in shapes_of_kind:
+            shapes_of_kind[kind] = _layer(sizes, moe, mixers)
+        tensors = shapes_of_kind[kind]
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in tensors.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
         shapes["head.weight"] = (vocab_size, D)
     if config.add_output_bias:
         shapes["lm_head.bias"] = (vocab_size,)
     for depth in range(config.mtp_num_layers):
-        inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
-        inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
-        last = _layer(config, moe, further_mixers(config, moe))
-        inside |= {f"block.{name}": shape for name, shape in last.items()}
-        shapes |= {f"mtp.{depth}.{name}": shape for name, shape in inside.items()}
+        tensors = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
+        tensors |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
+        block = _layer(config, moe, further_mixers(config, moe))
+        tensors |= {f"block.{name}": shape for name, shape in block.items()}
+        shapes |= {f"mtp.{depth}.{name}": shape for name, shape in tensors.items()}
     return shapes
 
 
 def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for mixer, norms in zip(mixers, layer_norms(config, mixers), strict=True):
-        inside = MIXER_SHAPES[mixer](config, moe)
+        tensors = MIXER_SHAPES[mixer](config, moe)
         for name in filter(None, norms):
-            inside = _norm(config, name, config.hidden_size) | inside
-        shapes |= inside
+            tensors = _norm(config, name, config.hidden_size) | tensors
+        shapes |= tensors
     return shapes | ({"output_scale.weight": (1,)} if config.layer_output_scale else {})
 
 
@@ -309,15 +309,15 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape
 
 
 def qkv_parts(config: Any) -> tuple[str, ...]:
-    """Return what the first GEMM of an attention layer computes, in order.
+    """Return the outputs of the first GEMM of an attention layer, in order.
 
     Args:
         config: of the layer, see ``layer_config``.
     """
-    own_keys = () if config.num_kv_shared_layers else ("k",)
-    own_values = () if config.num_kv_shared_layers or config.attention_k_eq_v else ("v",)
+    keys = () if config.num_kv_shared_layers else ("k",)
+    values = () if config.num_kv_shared_layers or config.attention_k_eq_v else ("v",)
     gate = ("gate",) if config.attention_output_gate else ()
-    return ("q", *own_keys, *own_values, *gate)
+    return ("q", *keys, *values, *gate)
 
 
 def _attention(config: Any, _: Any) -> dict[str, Shape]:
@@ -390,9 +390,9 @@ def _experts(config: Any, moe: Any) -> dict[str, Shape]:
     latent = moe.moe_latent_size
     if latent:
         shapes |= {"moe.latent_down.weight": (latent, D), "moe.latent_up.weight": (D, latent)}
-    one = _mlp("", latent or D, expert_size(config, moe), gated, config.add_bias_linear)
+    network = _mlp("", latent or D, expert_size(config, moe), gated, config.add_bias_linear)
     for expert in range(moe.num_experts):
-        shapes |= {f"moe.experts.{expert}{name}": shape for name, shape in one.items()}
+        shapes |= {f"moe.experts.{expert}{name}": shape for name, shape in network.items()}
     if moe.moe_shared_expert_intermediate_size:
         width = moe.moe_shared_expert_intermediate_size
         shapes |= _mlp("moe.shared", D, width, gated, bias=False)
@@ -459,10 +459,10 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "short_conv": _short_conv,
     "layer_input": _layer_input,
 }
-"""Functions that list the tensors of each mixer, from the configs of layers and experts."""
+"""For each mixer the function from the configs of layers and experts to its tensors."""
 
 ROW_PARALLEL = ("proj", "fc2", "out_proj")
-"""Names of the linears whose inputs tensor ranks split; of the others, outputs."""
+"""Names of the linears whose inputs tensor ranks split; they split the outputs of others."""
 
 MIXER_NORMS: Mapping[str, str] = {
     "attention": "attention_norm",

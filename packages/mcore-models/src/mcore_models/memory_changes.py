@@ -1,10 +1,10 @@
-"""Effects of options on the memory of a rank, from configs alone.
+"""Effects of fp8, expert exchanges and optimizers on the memory of a rank, from configs.
 
-In fp8 a step keeps each weight's cast and its transpose in addition to the weight, and each
-linear keeps the codes of its input instead of the input if nothing else needs it. Under
-sequence parallelism the input of a column-parallel linear is kept split and in the model's own
-format. Exchanges between experts may keep rows for the worst routing. The optimizer's state may
-have a narrow dtype, or be in host memory.
+In fp8 a step stores each weight's cast and the cast's transpose in addition to the weight, and
+each linear stores the cast of its input instead of the input, unless another operation needs
+the input. Under sequence parallelism the input of a column-parallel linear is stored split and
+in the model's dtype. Exchanges between experts may store rows for the worst routing. The
+optimizer's state may have a narrow dtype, or be in host memory.
 """
 
 import re
@@ -34,7 +34,7 @@ from mcore_parallel.optimizers.config import (
 from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128}
-"""Bytes of an element with its share of a scale, by recipe; 1 elsewhere."""
+"""Bytes of an fp8 element with its share of a scale, by recipe; 1 for other recipes."""
 _LINEAR = re.compile(
     r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv)"
     rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(ROW_PARALLEL)}))(\.\w+)?\.weight"
@@ -56,34 +56,35 @@ def fp8_bytes(
         config: of the model.
         shapes: of all logical tensors.
         parallel: the parallel sizes.
-        moe: its experts.
+        moe: experts of the model.
         weight_bytes: bytes of a parameter or activation outside fp8.
 
     Returns:
-        Bytes of the casts of all weights; and of what is kept of a token in all layers, which
-        is below 0 because inputs are freed.
+        Bytes of the casts of all weights, and the change of the bytes stored for a token in all
+        layers, which is below 0 because casts replace inputs.
     """
     if not fp8.fp8_format:
         return 0, 0.0
     tp, code = parallel.tensor_model_parallel_size, CODE_BYTES.get(fp8.fp8_recipe, 1.0)
     expert_tp = parallel.expert_tensor_parallel_size or tp
     is_cut = parallel.sequence_parallel and tp > 1
-    weights, token, seen = 0.0, 0.0, set[str]()
+    weights, token, seen_linears = 0.0, 0.0, set[str]()
     for name, (rows, *columns) in shapes.items():
         if ".experts." in name and columns and moe.moe_experts_dtype:
             weights += rows * columns[0] / expert_tp / parallel.expert_model_parallel_size
-        if not (found := _LINEAR.fullmatch(name)):
+        if not (match := _LINEAR.fullmatch(name)):
             continue
         weights += rows * columns[0] / tp
-        if found["linear"] in seen:
+        if match["linear"] in seen_linears:  # parts of one linear have one input
             continue
-        seen.add(found["linear"])
-        is_row = found["name"] in ROW_PARALLEL
+        seen_linears.add(match["linear"])
+        is_row = match["name"] in ROW_PARALLEL
         if is_row or not is_cut:
-            # Attention's backward needs its output, and the down-projections their input.
-            stays = found["mixer"] in ("attention", "cross_attention", "mla") and is_row
+            # Whether the 16-bit input is stored as well: attention's backward needs its output,
+            # and the down-projections of latent attention need their input.
+            stays = match["mixer"] in ("attention", "cross_attention", "mla") and is_row
             stays &= not config.attention_output_gate
-            stays |= found["mixer"] == "mla" and found["name"] == "q"
+            stays |= match["mixer"] == "mla" and match["name"] == "q"
             token += columns[0] / (tp if is_row else 1) * (code - weight_bytes * (not stays))
     ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
     num_layers = len(layer_mixers(config, moe))
@@ -98,16 +99,16 @@ def waiting_elements(
     tokens: int,
     num_microbatches: int,
 ) -> tuple[int, int]:
-    """Count the elements that wait for the last of ``moe_wgrad_micro_batches`` on a rank.
+    """Count the elements stored until the last of ``moe_wgrad_micro_batches`` on a rank.
 
     These are the inputs of the experts' GEMMs and the gradients of their outputs, if GEMMs
-    gather tokens; otherwise a token is kept for each of its choices. quack's GEMMs read copies
-    of one weight at a time, at most those of the first linear's gradients and its tokens.
+    gather tokens; otherwise a token is stored for each of its choices. quack's GEMMs read
+    copies for one weight at a time, at most the first linear's gradients and tokens.
 
     Args:
         config: of the model.
         parallel: the parallel sizes.
-        moe: its experts.
+        moe: experts of the model.
         tokens: tokens of a micro-batch.
         num_microbatches: micro-batches of a step.
 
@@ -119,10 +120,10 @@ def waiting_elements(
         return 0, 0
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
-    inside, hidden = expert_size(config, moe) * moe.moe_router_topk, config.hidden_size
-    widest = (1 + is_gated(config)) * inside
+    inner, hidden = expert_size(config, moe) * moe.moe_router_topk, config.hidden_size
+    widest = (1 + is_gated(config)) * inner
     layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
-    waiting = layers * ((widest + inside) // tp + 2 * hidden // stream)
+    waiting = layers * ((widest + inner) // tp + 2 * hidden // stream)
     copied = widest // tp + hidden // stream
     return (num_together - 1) * tokens * waiting, num_together * tokens * copied
 
@@ -132,13 +133,14 @@ def fuller(
 ) -> tuple[int, int]:
     """Return the larger of two memory peaks of backward in a fully sharded model.
 
-    Complete gradients are freed once they are reduced: the head's, which coincide with its
-    logits, before a layer's, which coincide with the widest gradient within it.
+    Complete weight gradients are freed after they are reduced. The head's gradient is in memory
+    together with the logits, and freed before the layers run. A layer's gradients are in memory
+    together with the widest activation gradient of the layer.
 
     Args:
-        head: bytes of the logits, and the elements of the head's gradient.
-        layer: bytes of the widest gradient in a layer, and the elements of its weights'
-            gradients.
+        head: bytes of the logits, and elements of the head's gradient.
+        layer: bytes of the widest gradient in a layer, and elements of the gradients of the
+            layer's weights.
         gradient_bytes: bytes of an element.
     """
     return max(head, layer, key=lambda moment: moment[0] + gradient_bytes * moment[1])
@@ -147,17 +149,17 @@ def fuller(
 def exchange_elements(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
 ) -> int:
-    """Count the elements of a token that an exchange between experts keeps in addition.
+    """Count the additional elements that an exchange between experts stores for a token.
 
-    An all-gather keeps the tokens of all ranks, and symmetric reads a row for each choice. If
-    no host waits for counts, experts have as many rows as the worst routing needs, and all
-    tensors within the experts have that length. Parts are not counted, since they are
-    recomputed.
+    An all-gather stores the tokens of all ranks, and symmetric reads a row for each choice. If
+    the host does not wait for counts, experts have as many rows as the worst routing needs, and
+    all tensors within the experts have that length. Further parts of the rows are not counted,
+    since backward recomputes them.
 
     Args:
         config: of the model.
         parallel: the parallel sizes.
-        moe: its experts.
+        moe: experts of the model.
 
     Returns:
         Elements, over all tensor ranks.
@@ -167,15 +169,15 @@ def exchange_elements(
     if ep == 1 or kind not in ("allgather", "symmetric") or 0 < limit < ep:
         return 0
     rows = ep * min(topk, moe.num_experts // ep)
-    inside = (3 if is_gated(config) else 2) * expert_size(config, moe)
+    inner = (3 if is_gated(config) else 2) * expert_size(config, moe)
     if kind == "symmetric":
-        return rows * config.hidden_size + (rows - topk) * inside
-    return (ep - 1) * config.hidden_size + (rows - topk) * inside * (limit > 0)
+        return rows * config.hidden_size + (rows - topk) * inner
+    return (ep - 1) * config.hidden_size + (rows - topk) * inner * (limit > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerChoice:
-    """An optimizer, with the options that the bytes of its state depend on."""
+    """An optimizer, with the options that determine the bytes of its state."""
 
     name: str = "adam"
     """Choice of --optimizer."""
@@ -205,7 +207,7 @@ class OptimizerChoice:
         return sum(4 - 2 * (kind == "bf16") for kind in kinds)
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that are kept of a whole matrix where it is computed."""
+        """Return the bytes of a complete matrix's state on the rank that updates the matrix."""
         options = {"muon": self.muon, "soap": self.soap, "adafactor": self.adafactor}[self.name]
         return 4 * sum(prod(state) for state in options.state_shapes(shape).values())
 
@@ -223,11 +225,11 @@ def optimizer_bytes(
 
     Args:
         own: weights that the rank updates.
-        own_in_matrices: of these, weights in matrices of a matrix optimizer.
-        optimizer: decides the moments.
+        own_in_matrices: the part of ``own`` that a matrix optimizer updates.
+        optimizer: determines the moments.
         main_weights: whether 16-bit weights have float32 main weights.
         data_parallel: whether weights are rows of float32, which stay on the device.
-        offload: share in host memory, of which a few pieces pass through the device.
+        offload: share of the state in host memory; a few pieces of it are on the device.
         weight_bytes: bytes of a weight.
 
     Returns:
@@ -240,6 +242,6 @@ def optimizer_bytes(
     moments += 4 * (main_weights.ema_decay > 0) * own
     state = moments + 4 * (has_main or has_rows) * own
     movable = state - 4 * has_rows * own
-    away = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * movable)
-    passing = min(away, NUM_PIECES_ON_GPU * PIECE_BYTES)
-    return state - away + passing, away
+    host = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * movable)
+    pieces = min(host, NUM_PIECES_ON_GPU * PIECE_BYTES)
+    return state - host + pieces, host

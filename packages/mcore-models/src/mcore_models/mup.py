@@ -1,11 +1,11 @@
 """muP: initial standard deviations, learning rates and factors that depend on a model's width.
 
-With m the width divided by that of a base model: matrices inside the layers start with a
-standard deviation times 1/sqrt(m), and Adam's step and epsilon are divided by m; scores of the
-vocabulary are divided by m, those of attention by the width of a head instead of its square
-root. Embeddings, the output head, norms, biases and convolutions are unchanged. Then
-activations change by the same amount in a step at every width, and a learning rate tuned at the
-base width transfers.
+Let m be the model's width divided by the width of a base model. Matrices inside the layers are
+initialized with a standard deviation times 1/sqrt(m), and Adam's step and epsilon are divided
+by m. Scores of the vocabulary are divided by m, attention scores by the width of a head instead
+of its square root. Embeddings, the output head, norms, biases and convolutions are unchanged.
+Then activations change by the same amount in a step at every width, and a learning rate tuned
+at the base width transfers.
 
 Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8. The weight decay of a step is
 equal at every width: Wang and Aitchison 2024, arXiv:2405.13698. ``config`` is any object with
@@ -25,7 +25,7 @@ _NO_SUM_OVER_WIDTH = (".conv1d.", "norm.")  # convolutions, and norms with a row
 
 
 def width_ratio(config: Any) -> float:
-    """Return m, the model's width divided by the base's; 1 without muP."""
+    """Return m, the model's width divided by the base width; 1 without muP."""
     return config.hidden_size / config.mup_base_hidden_size if config.use_mup else 1.0
 
 
@@ -35,10 +35,10 @@ def spread_factor(name: str, config: Any) -> float:
 
 
 def step_width(tensors: Iterable[tuple[str, tuple[int, ...]]], config: Any) -> float:
-    """Return the divisor of a parameter's learning rate and Adam's epsilon.
+    """Return the divisor of a parameter's learning rate and Adam's epsilon: m or 1.
 
     Args:
-        tensors: names and shapes of its logical tensors.
+        tensors: names and shapes of the parameter's logical tensors.
         config: of the model.
     """
     is_inside = all(
@@ -57,13 +57,14 @@ def embedding_factor(config: Any) -> float:
 
 def logits_factor(config: Any) -> float:
     """Return the factor on the scores of the vocabulary."""
-    own = config.mup_output_mult / width_ratio(config) if config.use_mup else 1.0
-    return config.logits_multiplier * own
+    mup_factor = config.mup_output_mult / width_ratio(config) if config.use_mup else 1.0
+    return config.logits_multiplier * mup_factor
 
 
 def score_scale(config: Any, width: int) -> float:
     """Return the factor on attention scores; 0: 1 / sqrt(width of a head)."""
     if config.softmax_scale or not config.use_mup:
         return config.softmax_scale
+    # Equal to 1 / sqrt(width) at the base width, and falling with width ** -power beyond.
     base = config.mup_base_head_dim or width
     return base**-0.5 * (base / width) ** config.mup_attn_scale_power

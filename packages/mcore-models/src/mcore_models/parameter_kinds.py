@@ -1,4 +1,4 @@
-"""What a logical tensor is for, by its name: optimizers treat each kind in its own way.
+"""Kind of a logical tensor (embedding, norm, matrix), by its name, for optimizers.
 
 The standard library only.
 """
@@ -18,8 +18,8 @@ _ROUTERS = (".router.weight", ".token_gate.weight")
 def tensor_kind(name: str, shape: tuple[int, ...]) -> Kind:
     """Return the kind of a logical tensor.
 
-    Tables whose rows are looked up are embeddings; a router scores experts or tokens; a vector
-    is what is no matrix and has no other kind, convolutions included.
+    Tables whose rows are looked up are embeddings; a router scores experts or tokens. A tensor
+    of no other kind is a matrix if it has two dimensions, else a vector (also a convolution).
     """
     owner, _, last = name.rpartition(".")
     if last == "bias" or last.endswith("_bias"):
@@ -36,9 +36,9 @@ def tensor_kind(name: str, shape: tuple[int, ...]) -> Kind:
 
 
 def parameter_kind(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Kind:
-    """Return the kind of a parameter that holds some logical tensors, by name and shape.
+    """Return the kind of a parameter from names and shapes of its logical tensors.
 
-    Tensors of several kinds are a vector together.
+    A parameter with tensors of several kinds is a vector.
     """
     kinds = {tensor_kind(name, shape) for name, shape in tensors}
     return kinds.pop() if len(kinds) == 1 else "vector"

@@ -1,8 +1,8 @@
 """Interfaces between models and their users: training, verification, generation.
 
-Training and verification use models as ``TrainableModel``, independent of their layers: named
-tensors of a batch in, a payload from stage to stage, named losses out. Generation needs a
-``LanguageModel``. A model accepts any object with the methods of ``ModelState``.
+Training and verification use every model as a ``TrainableModel``: its inputs are named tensors
+of a batch, its stages pass a payload on, and its outputs are named losses. Generation requires
+a ``LanguageModel``. A model accepts any object with the methods of ``ModelState``.
 """
 
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ class Entry:
     """One named tensor of a batch."""
 
     length: str = "seq_length"
-    """Option that sets the length of its rows; empty: one number for each row."""
+    """Option that sets the length of the entry's rows; empty: one number for each row."""
     is_cut: bool = True
-    """Whether context ranks each keep their part of a row; else all keep complete rows."""
+    """Whether context ranks split each row; otherwise every context rank has complete rows."""
     is_derived: bool = False
-    """Whether ``TrainableModel.prepare`` adds it, instead of the dataset."""
+    """Whether ``TrainableModel.prepare`` computes the entry; otherwise the dataset has it."""
 
 
 TOKENS, LABELS, LOSS_MASK = "tokens", "labels", "loss_mask"
@@ -76,14 +76,14 @@ class LayerState(Protocol):
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S B N J"]:
-        """Store the new tokens' keys and values; attend to them and to all earlier ones.
+        """Store the new tokens' keys and values; return attention to new and stored keys.
 
         Args:
             q: queries of the new tokens, rotated; this rank's heads.
-            k: their keys, rotated.
-            v: their values; None (latent attention): the first J channels of ``k``.
+            k: keys of the new tokens, rotated.
+            v: values of the new tokens; None (latent attention): the first J channels of ``k``.
             value_dim: J if ``v`` is None.
-            window: earlier keys that a query attends to besides its own; -1: all.
+            window: keys before a query's own that the query attends to; -1: all.
             backend: kernels to use, see ``attend``.
             scores: ``scale``, ``chunk``, ``softcap`` and ``sinks`` of the model, if any, for
                 ``attend``.
@@ -99,13 +99,12 @@ class RecurrentState(Protocol):
         mix: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         *inputs: Shaped[Tensor, "S B ..."],
     ) -> Shaped[Tensor, "S B ..."]:
-        """Continue from the stored state over the new tokens; store the state after them.
+        """Run ``mix`` on the stored state and the new tokens; store the state that it returns.
 
         Args:
-            mix: gets the state before the tokens of some texts (a tuple of tensors ``[B,
-                ...]``;
-                None: at their start) and their inputs; returns its output and the state after
-                them. May be called for parts of the batch.
+            mix: maps the stored state of some texts (a tuple of tensors ``[B, ...]``; None at
+                the start of a text) and the inputs of their new tokens to the outputs and the
+                new state. May be called for parts of the batch.
             inputs: of all tokens.
 
         Returns:
@@ -128,26 +127,27 @@ class ModelState(Protocol):
     def layer(self, number: int) -> LayerState:
         """Return the state of a layer, by its global number.
 
-        That of a recurrent layer is also a ``RecurrentState``.
+        The state of a recurrent layer is also a ``RecurrentState``.
         """
 
 
 class TrainableModel(nn.Module, ABC):
     """A model for training, complete or one pipeline stage of it.
 
-    A stage runs on a micro-batch and on the payload of the stage before, and returns a payload;
-    the last stage computes losses from it, each with its own mask. A loss is the sum of its
-    token losses divided by the number of counting tokens, over all micro-batches, data and
-    context ranks, times its coefficient; training minimizes the sum of all losses.
+    A stage gets a micro-batch and the payload of the previous stage, and returns a payload.
+    Losses are computed from the payload of the last stage, each with its own mask. A loss is
+    the sum of its masked token losses divided by the number of unmasked tokens, over all
+    micro-batches, data and context ranks. Training minimizes the sum of all losses times their
+    coefficients.
 
     Attributes:
         config: shape and numerics of the layers.
         vocab_size: true number of tokens.
         stage: layers of this stage, and whether it has embedding and loss.
-        tp: ranks that share a head's rows.
+        tp: ranks that split the vocabulary.
         pp: ranks that hold the stages.
         dtype: of the activations in payloads.
-        entries: of a batch; the first one with each ``length`` determines the rows' length.
+        entries: of a batch; the first entry of each ``length`` determines the rows' length.
         loss_coefficients: by name of the loss, the main one first; the same on all stages.
     """
 
@@ -163,8 +163,8 @@ class TrainableModel(nn.Module, ABC):
     def initialize(self, weights: Mapping[str, Shard], seed: int) -> None:
         """Fill the initial weights, equal under every layout; no communication.
 
-        Called by a model that fills itself, and after a model with matrices on the meta device
-        was sharded.
+        Called by the constructor, or by the engine that sharded a model with matrices on the
+        meta device.
 
         Args:
             weights: this rank's part of some or all weights, by logical name.
@@ -178,13 +178,13 @@ class TrainableModel(nn.Module, ABC):
         """Entries that this stage reads, after ``prepare``."""
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add entries that follow from others and need complete rows, before these are split.
+        """Return the batch with derived entries, computed from complete rows before a split.
 
         Args:
             batch: complete rows of the entries that stages of this rank read.
 
         Returns:
-            The batch with added entries; existing ones must be unchanged.
+            The batch with added entries; existing entries must be unchanged.
         """
         return batch
 
@@ -196,7 +196,7 @@ class TrainableModel(nn.Module, ABC):
 
         Args:
             batch: with the entries of ``read_entries``.
-            received: payload of the stage before; None on the first.
+            received: payload of the previous stage; None on the first stage.
 
         Returns:
             Payload for the next stage, or for ``losses`` on the last one; and this stage's
@@ -205,34 +205,33 @@ class TrainableModel(nn.Module, ABC):
 
     @abstractmethod
     def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
-        """Return the shape of a stage's payload, from shapes of the batch alone.
+        """Return the shape of a stage's payload from the shapes of a batch.
 
         Args:
             batch: possibly with entries on the meta device.
             sender: the stage, counted in the order of the model.
-            num_cuts: tensor ranks that share a sequence; 1 without sequence parallelism.
+            num_cuts: tensor ranks that split a sequence; 1 without sequence parallelism.
         """
 
     @abstractmethod
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Return which token losses of each loss count on this rank; on the last stage.
+        """Return the masks of this rank's token losses, by loss; on the last stage.
 
-        Returns:
-            Masks by name of the loss, in the shape of ``unreduced_losses``.
+        Masks have the shapes of ``unreduced_losses``.
         """
 
     def losses(
         self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
     ) -> Mapping[str, Float[Tensor, ""]]:
-        """Sum each loss with weights; every sum must be a root of backward.
+        """Return each loss's weighted sum of token losses; every sum must be a backward root.
 
         Args:
             output: of ``run_stage`` on the last stage.
             batch: of ``run_stage``.
             weights: of each token loss: mask x coefficient / global count.
         """
-        found = self.unreduced_losses(output, batch)
-        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
+        token_losses = self.unreduced_losses(output, batch)
+        return {name: (loss * weights[name]).sum() for name, loss in token_losses.items()}
 
     @abstractmethod
     def unreduced_losses(
@@ -273,10 +272,10 @@ class LanguageModel(TrainableModel):
         """Run this stage's layers.
 
         Args:
-            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state of the stage
-                before.
+            x: token ids ``[B, S/cp]`` on the first stage; on others the hidden state of the
+                previous stage.
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted.
-            state: of earlier tokens in the layers; extended by these.
+            state: of earlier tokens in the layers; these tokens are appended.
             documents: packed in the rows; they do not attend to each other.
 
         Returns:
@@ -309,7 +308,7 @@ class LanguageModel(TrainableModel):
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """Tokens on the stage that embeds them, labels and mask on that of the loss."""
+        """Tokens on the stage with the embedding, labels and mask on the stage of the loss."""
         names = (TOKENS,) * self.stage.has_embedding
         names += (LABELS, LOSS_MASK) * self.stage.has_loss
         return frozenset(names)
@@ -317,13 +316,13 @@ class LanguageModel(TrainableModel):
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward`` on the tokens, or on the hidden state of the stage before."""
+        """Run ``forward`` on the tokens, or on the hidden state of the previous stage."""
         x = batch[TOKENS] if received is None else received
         assert isinstance(x, Tensor)
         return self(x, batch.positions, documents=batch.documents)
 
     def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shape of a hidden state, the same for all stages."""
+        """Return the shape of a hidden state, the same for all stages."""
         num_rows, length = batch[TOKENS].shape
         return length // num_cuts, num_rows, self.config.hidden_size
 
@@ -334,7 +333,7 @@ class LanguageModel(TrainableModel):
     def losses(
         self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
     ) -> Mapping[str, Float[Tensor, ""]]:
-        """Sum ``loss``."""
+        """Return the sum that ``loss`` computes, without full logits in memory."""
         assert isinstance(output, Tensor)
         return {LM_LOSS: self.loss(output, batch[LABELS], weights[LM_LOSS])[0]}
 
@@ -349,8 +348,8 @@ class LanguageModel(TrainableModel):
 def share_embedding(chunks: Sequence[nn.Module]) -> None:
     """Make all chunks of one rank use the embedding of the first chunk, in place.
 
-    In a V schedule the first rank holds both ends of the model, which a tied head or
-    multi-token prediction connects. Call it before ``DataParallel``.
+    In a V schedule the first rank holds both ends of the model, which share the embedding with
+    a tied head or multi-token prediction. Call this function before ``DataParallel``.
     """
     first, *others = chunks
     for chunk in others:

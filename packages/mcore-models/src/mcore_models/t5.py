@@ -1,9 +1,9 @@
-"""T5: an encoder reads a text with spans cut out, a decoder writes the spans.
+"""T5: an encoder reads a text without some spans, a decoder predicts the spans.
 
-Megatron's form and the published one (1.0 and 1.1) by the fields of ``T5Config``. Pipeline
-stages share the encoder's layers, then the decoder's: each passes on the encoder's stream,
-the decoder's and, with relative positions, their tables. The first stage embeds both inputs,
-so that the embedding is only at the ends. Layers are named ``encoder.blocks.N`` and
+The fields of ``T5Config`` choose Megatron's form or the published ones (1.0 and 1.1). Pipeline
+stages hold the encoder's layers, then the decoder's. Each stage passes on both streams and,
+with relative positions, the bias tables. The first stage embeds both inputs, so only the first
+and the last stage have an embedding. Layers are named ``encoder.blocks.N`` and
 ``decoder.blocks.N``.
 
 Raffel et al. 2019, arXiv:1910.10683.
@@ -45,8 +45,8 @@ ENCODER, DECODER, TABLES = "encoder", "decoder", "relative_position_bias"
 _DECODER_LENGTH = "decoder_seq_length"
 
 Streams = Mapping[str, Tensor]
-"""``encoder`` ``[S, B, D]``, ``decoder`` ``[S', B, D]``, this rank's tokens; and
-``relative_position_bias`` ``[2, buckets, n]``, with relative positions."""
+"""``encoder`` ``[S, B, D]`` and ``decoder`` ``[S', B, D]`` of this rank's tokens; with relative
+positions ``relative_position_bias`` ``[2, buckets, n]``."""
 
 
 class T5Stack(nn.Module):
@@ -66,13 +66,13 @@ class T5Stack(nn.Module):
 
 
 class T5(StageModel):
-    """Maps two texts to scores of the second text's next tokens.
+    """Maps the encoder's and the decoder's tokens to scores of the decoder's next tokens.
 
     Attributes:
         embedding, position_embedding: on the first stage; the last stage also holds the
             token embedding if the head is tied to it.
         encoder, decoder: this stage's part of each stack.
-        head, lm_head: on the last stage: the weight of an untied head, the bias of a tied one.
+        head, lm_head: on the last stage: weight of an untied head, bias of a tied head.
     """
 
     config: T5Config
@@ -121,7 +121,7 @@ class T5(StageModel):
                 stack.final_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def _add_ends(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
-        """Allocate embeddings, and the head or the bias of a tied one."""
+        """Allocate embeddings, and an untied head or the bias of a tied head."""
         config, stage = self.config, self.stage
         if stage.has_embedding or (stage.has_loss and self.is_tied):
             self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, factory_kwargs)
@@ -147,11 +147,11 @@ class T5(StageModel):
         x: Streams | tuple[Int[Tensor, "B Q"], Int[Tensor, "B R"]],
         encoder_mask: Int[Tensor, "B S"] | None = None,
     ) -> Streams:
-        """Run this stage's layers.
+        """Run this stage's layers on both inputs, or on the previous stage's streams.
 
         Args:
             x: on the first stage token ids of encoder and decoder, split over context ranks;
-                on others the output of the stage before.
+                on others the output of the previous stage.
             encoder_mask: 1 for tokens of the encoder, 0 for padding, complete rows on every
                 context rank; None: no padding.
 
@@ -162,23 +162,25 @@ class T5(StageModel):
             ValueError: if a sequence is longer than the model's positions, or does not divide
                 over the tensor ranks.
         """
-        found = dict(x) if isinstance(x, Mapping) else self._embed(*x)
-        seen = None
+        streams = dict(x) if isinstance(x, Mapping) else self._embed(*x)
+        visible_keys = None
         if encoder_mask is not None:
-            seen = (encoder_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
+            visible_keys = (encoder_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
         if self.encoder.blocks:
-            mask = self._mask(found, 0, seen)
-            found[ENCODER] = self._run(self.encoder, found[ENCODER], MaskedInputs(mask=mask))
+            inputs = MaskedInputs(mask=self._mask(streams, 0, visible_keys))
+            streams[ENCODER] = self._run(self.encoder, streams[ENCODER], inputs)
         if self.decoder.blocks:
             inputs = MaskedInputs(
-                mask=self._mask(found, 1, None), memory=found[ENCODER], memory_mask=seen
+                mask=self._mask(streams, 1, None),
+                memory=streams[ENCODER],
+                memory_mask=visible_keys,
             )
-            found[DECODER] = self._run(self.decoder, found[DECODER], inputs)
+            streams[DECODER] = self._run(self.decoder, streams[DECODER], inputs)
         elif self.decoder.final_norm is not None:  # a last stage without layers
-            found[DECODER] = self.decoder.final_norm(found[DECODER])
+            streams[DECODER] = self.decoder.final_norm(streams[DECODER])
         if self.stage.has_loss:
-            found[DECODER] = self._scaled(found[DECODER])
-        return found
+            streams[DECODER] = self._scaled(streams[DECODER])
+        return streams
 
     def read(
         self, texts: Int[Tensor, "B S"], mask: Int[Tensor, "B S"] | None = None
@@ -195,10 +197,10 @@ class T5(StageModel):
         Raises:
             ValueError: if texts are longer than the model's positions.
         """
-        found = self._tables() | {ENCODER: self._embedded(texts, "--seq-length")}
-        seen = None if mask is None else (mask > 0)[:, None, None, :]
-        inputs = MaskedInputs(mask=self._mask(found, 0, seen))
-        return {**found, ENCODER: self._run(self.encoder, found[ENCODER], inputs)}
+        streams = self._tables() | {ENCODER: self._embedded(texts, "--seq-length")}
+        visible_keys = None if mask is None else (mask > 0)[:, None, None, :]
+        inputs = MaskedInputs(mask=self._mask(streams, 0, visible_keys))
+        return {**streams, ENCODER: self._run(self.encoder, streams[ENCODER], inputs)}
 
     def write(
         self,
@@ -210,18 +212,18 @@ class T5(StageModel):
         """Run the decoder of an unsplit model on the next tokens.
 
         Args:
-            tokens: following those whose keys the state holds.
+            tokens: the tokens after those in the state.
             texts: output of ``read``.
             mask: the mask given to ``read``.
-            state: keys and values of earlier tokens and of the texts; those of ``tokens``
-                are appended.
+            state: keys and values of earlier tokens and of the texts; keys and values of
+                ``tokens`` are appended.
         """
         x = self._embedded(tokens, "--decoder-seq-length", state.length)
-        seen = None if mask is None else (mask > 0)[:, None, None, :]
+        visible_keys = None if mask is None else (mask > 0)[:, None, None, :]
         inputs = MaskedInputs(
             mask=self._mask({**texts, DECODER: x}, 1, None, state),
             memory=texts[ENCODER],
-            memory_mask=seen,
+            memory_mask=visible_keys,
             state=state,
         )
         return self._scaled(self._run(self.decoder, x, inputs))
@@ -231,7 +233,7 @@ class T5(StageModel):
         return hidden if factor == 1.0 else hidden * factor
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary: this rank's slice of it, padding included.
+        """Return the scores of this rank's slice of the vocabulary, padding included.
 
         Gathers the sequence under sequence parallelism.
 
@@ -244,7 +246,7 @@ class T5(StageModel):
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """The encoder's mask on every stage, the rest at the ends."""
+        """The encoder's mask on every stage; texts on the first, labels on the last."""
         names = {ENC_MASK}
         names |= {TEXT_ENC, TEXT_DEC} if self.stage.has_embedding else set()
         names |= {LABELS, LOSS_MASK} if self.stage.has_loss else set()
@@ -253,16 +255,16 @@ class T5(StageModel):
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward`` on the batch, or on the streams of the stage before."""
+        """Run ``forward`` on the batch, or on the streams of the previous stage."""
         x: Any = (batch[TEXT_ENC], batch[TEXT_DEC]) if received is None else received
-        found = self(x, batch[ENC_MASK])
-        hidden = found[DECODER]
+        streams = self(x, batch[ENC_MASK])
+        hidden = streams[DECODER]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         aux = torch.zeros((), dtype=wide, device=hidden.device)
-        return (hidden if self.stage.has_loss else found), aux
+        return (hidden if self.stage.has_loss else streams), aux
 
     def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shapes of both streams and of the tables, the same for all stages."""
+        """Return the shapes of both streams and of the tables, the same for all stages."""
         config, shapes = self.config, {}
         for stream, text in ((ENCODER, TEXT_ENC), (DECODER, TEXT_DEC)):
             num_rows, length = batch[text].shape
@@ -279,7 +281,7 @@ class T5(StageModel):
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
-        """Cross-entropy of every position of the decoder ``[B, S/cp]``."""
+        """Return the cross-entropy of every position of the decoder ``[B, S/cp]``."""
         assert isinstance(output, Tensor)
         losses = vocab_parallel_cross_entropy(
             self.logits(output),
@@ -298,9 +300,9 @@ class T5(StageModel):
         return stream.total()
 
     def _embed(self, encoder_ids: Tensor, decoder_ids: Tensor) -> dict[str, Tensor]:
-        found = {ENCODER: self._embedded(encoder_ids, "--seq-length")}
-        found[DECODER] = self._embedded(decoder_ids, "--decoder-seq-length")
-        return found | self._tables()
+        streams = {ENCODER: self._embedded(encoder_ids, "--seq-length")}
+        streams[DECODER] = self._embedded(decoder_ids, "--decoder-seq-length")
+        return streams | self._tables()
 
     def _embedded(self, ids: Tensor, flag: str, begin: int = 0) -> Tensor:
         size, axes = (ids.shape[0], begin + ids.shape[1]), (self.cp, self.cuts)
@@ -322,19 +324,22 @@ class T5(StageModel):
         self,
         streams: Streams,
         number: int,
-        seen: Tensor | None,
+        visible_keys: Tensor | None,
         state: ModelState | None = None,
     ) -> Shaped[Tensor, "b n q Z"] | None:
-        """Return the mask of a stack's own tokens: 0 the encoder, 1 the decoder."""
+        """Return the mask of self-attention in a stack: 0 the encoder, 1 the decoder.
+
+        With relative positions the mask is the bias on scores, -inf for hidden keys.
+        """
         x = streams[(ENCODER, DECODER)[number]]
         num_tokens = x.shape[0] * self.cuts.size
         is_decoder = number == 1
         begin, is_plain = state.length if state else 0, state is None and not self.is_relative
-        if is_plain and (seen is not None or self.cp.size == 1):
-            return seen  # None in a decoder: causal attention needs no mask
+        if is_plain and (visible_keys is not None or self.cp.size == 1):
+            return visible_keys  # None in a decoder: causal attention needs no mask
         queries = self.local_positions(num_tokens, x.device) + begin
         keys = torch.arange(begin + num_tokens * self.cp.size, device=x.device)
-        visible = seen
+        visible = visible_keys
         if is_decoder:
             visible = (keys[None, :] <= queries[:, None])[None, None]
         if not self.is_relative:

@@ -147,14 +147,14 @@ def test_heads_are_exchanged_over_context_ranks_only_if_they_divide():
     windowed = replace(MODEL, window_size=(8, 0))
     exchange, window = layout_problems(windowed, bad)
     assert "the first of --hierarchical-context-parallel-sizes 8: heads must be" in exchange
-    assert "--cp-comm-type a2a+p2p has no windows (--window-size)" in window
+    assert "--cp-comm-type a2a+p2p does not support windows (--window-size)" in window
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"window_size": (8, 0)}, "no windows (--window-size)"),
-        ({"attention_dropout": 0.1}, "no dropout (--attention-dropout)"),
+        ({"window_size": (8, 0)}, "not support windows (--window-size)"),
+        ({"attention_dropout": 0.1}, "not support dropout (--attention-dropout)"),
     ],
 )
 def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes, words):

@@ -146,7 +146,7 @@ def test_dropout_drops_weights_and_keeps_the_mean():
 
 
 def test_more_causal_queries_than_keys_are_refused():
-    with pytest.raises(ValueError, match="5 causal queries need as many keys, not 3"):
+    with pytest.raises(ValueError, match="5 causal queries need at least as many keys, not 3"):
         attend(*inputs(5, 3, 2, 2))
 
 
@@ -191,7 +191,7 @@ def test_documents_of_another_batch_and_without_causality_are_refused():
         attend(q, k, v, documents=Documents([[0, 3], [0, 3]]))
     with pytest.raises(ValueError, match="need causal attention"):
         attend(q, k, v, causal=False, documents=Documents([[0, 4], [0, 4]]))
-    with pytest.raises(ValueError, match="flash4 takes no packed documents"):
+    with pytest.raises(ValueError, match="flash4 does not support packed documents"):
         attend(q, k, v, backend="flash4", documents=Documents([[0, 4], [0, 4]]))
 
 
@@ -281,7 +281,7 @@ def test_flash_attn_is_called_by_its_published_signature(monkeypatch):
             torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)
     tail = attend(q[-3:], k, v, backend="flash")
     torch.testing.assert_close(tail, attend(q, k, v)[-3:], rtol=1.6e-2, atol=1e-2)
-    with pytest.raises(ValueError, match=r"flash-attn.*no sinks"):
+    with pytest.raises(ValueError, match=r"flash-attn.*does not support sinks"):
         attend(q, k, v, backend="flash", sinks=torch.zeros(4))
-    with pytest.raises(ValueError, match="16 bits"):
+    with pytest.raises(ValueError, match="16-bit"):
         attend(q.float(), k.float(), v.float(), backend="flash")

@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
+    """Return relu(x) squared. So et al. 2021, Primer, arXiv:2109.08668."""
     return F.relu(x).square()
 
 
 def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
+    """Return GELU by its tanh approximation (GPT-2). Hendrycks and Gimpel, arXiv:1606.08415."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
+    """Return x sigmoid(1.702 x), close to GELU. Hendrycks and Gimpel, arXiv:1606.08415."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -37,11 +37,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Elementwise functions by name."""
 
 LEARNED = ("xielu",)
-"""Activations with parameters, which are modules of the layer that has them."""
+"""Activations with parameters: modules, which the layer holds."""
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """Return an elementwise function by name."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
+        raise ValueError(f"unknown activation {name!r}: use one of {sorted(ACTIVATIONS)}.")
     return ACTIVATIONS[name]

@@ -1,4 +1,4 @@
-"""The ranks over which an expert layer is spread."""
+"""``MoEAxes``: the parallel axes of an expert layer."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEAxes:
-    """The ranks over which a ``MoELayer`` is spread."""
+    """The ranks that share the tokens and the experts of a ``MoELayer``."""
 
     tp: Axis = SINGLE
     """Tensor ranks."""
     sequence_parallel: bool = False
-    """Whether tokens are split over ``tp``; else all its ranks have the same tokens."""
+    """Whether tokens are split over ``tp``; False: all ranks of ``tp`` have the same tokens."""
     cp_tp: Axis = SINGLE
     """All ranks that share a micro-batch: counts of choices are summed over them."""
     dp_cp_tp: Axis = SINGLE
@@ -26,7 +26,7 @@ class MoEAxes:
 
 
 ONE_RANK = MoEAxes()
-"""The layer is whole on one rank."""
+"""All experts and tokens on one rank."""
 
 
 def moe_axes(ctx: ParallelContext) -> MoEAxes:

@@ -1,4 +1,4 @@
-"""Options of a mixture-of-experts layer as plain frozen data, and the checks among them.
+"""Options of a mixture-of-experts layer, and the rules that they must satisfy together.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
 ``num_experts=0`` means no experts; 0 or an empty string turns a feature off. The standard
@@ -20,19 +20,19 @@ _NO_MAIN_GRADS = "as there are no main gradients in float32"
 
 
 def _has_whole_experts(values: Any) -> bool:
-    """Whether experts are spread over several ranks, and none is split."""
+    """Return whether experts are distributed over several ranks, each complete on one rank."""
     return values.expert_model_parallel_size > 1 and values.expert_tensor_size == 1
 
 
 def _wrong_groups(values: Any) -> str:
-    """Return the fault of options for groups of experts; empty: no fault."""
-    groups, kept = values.moe_router_num_groups, values.moe_router_group_topk
+    """Return the error of options for groups of experts; empty: no error."""
+    groups, group_topk = values.moe_router_num_groups, values.moe_router_group_topk
     num_experts, topk = values.num_experts, values.moe_router_topk
-    if groups == 0 and kept == 0:
+    if groups == 0 and group_topk == 0:
         return ""
-    if groups < 1 or not 1 <= kept <= groups:
+    if groups < 1 or not 1 <= group_topk <= groups:
         return (
-            f"--moe-router-group-topk {kept} must be from 1 to --moe-router-num-groups "
+            f"--moe-router-group-topk {group_topk} must be from 1 to --moe-router-num-groups "
             f"{groups}: give both, or neither."
         )
     if num_experts % groups:
@@ -43,16 +43,16 @@ def _wrong_groups(values: Any) -> str:
             f"--moe-router-group-score-topk {scored} must be from 0 to the experts of a "
             f"group, {size}."
         )
-    if (not scored and topk % kept) or topk > kept * size:
+    if (not scored and topk % group_topk) or topk > group_topk * size:
         return (
-            f"--moe-router-topk {topk} must be a multiple of --moe-router-group-topk {kept}, "
-            f"and fit into the experts of the kept groups ({kept * size})."
+            f"--moe-router-topk {topk} must be a multiple of --moe-router-group-topk "
+            f"{group_topk}, and at most the experts of the chosen groups, {group_topk * size}."
         )
     return ""
 
 
 def _idle_rate(values: Any) -> str:
-    """Return why a rate of the expert bias has no effect, or cannot have it; empty: it has."""
+    """Return the error of an expert bias rate without effect or with PEFT; empty otherwise."""
     rate, is_on = values.moe_router_bias_update_rate, values.moe_router_enable_expert_bias
     if values.num_experts and not is_on and rate != 1e-3:
         return (
@@ -74,34 +74,35 @@ class MoEConfig(Options):
     part_of: ClassVar = {"num_experts": ON}
 
     num_experts: int = option(0, minimum=0, zero="off")
-    """Experts in each such layer; 0: the model is dense."""
+    """Experts in each mixture-of-experts layer; 0: the model is dense."""
 
     moe_router_topk: int = 2
-    """Experts that each token goes to."""
+    """Number of experts that process each token."""
 
     moe_ffn_hidden_size: int = option(0, minimum=0)
     """Width of one expert; 0: the width of the dense feed-forward layer."""
 
     moe_latent_size: int = option(0, minimum=0, shrinks_to=12)
-    """Width in which routed experts compute: tokens are projected down to it before they are
-    dispatched, and the results up again; 0: the model's own."""
+    """Width of the inputs and outputs of routed experts: tokens are projected down to it before
+    they are dispatched, and results are projected up again; 0: --hidden-size."""
 
     moe_layer_freq: str = "1"
-    """Which layers have experts: "N" for every N-th from layer 0, or a list of 0 and 1, one
-    a layer, which may be written with + and *: "[0]*3+[1]*58"."""
+    """Layers with experts: "N" for every N-th layer from layer 0, or a list with 0 or 1 for
+    each layer, which may be written with + and *: "[0]*3+[1]*58"."""
 
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = (
         "softmax"
     )
-    """How logits become scores. sparsemixer (Phi-3.5-MoE): the weight of the best expert is its
-    share of a softmax over all experts with logits near its own, that of the second its share
-    of one without the best; training chooses as inference does, and samples no experts."""
+    """Function from logits to scores. sparsemixer (Phi-3.5-MoE): the weight of the best expert
+    is its share of a softmax over experts with similar logits; the weight of the second expert
+    is its share of a softmax without the best. Training does not sample experts, and chooses
+    as inference does."""
 
     moe_router_sparsemixer_eps: float = option(
         0.01, minimum=0, part_of={"moe_router_score_function": "sparsemixer"}
     )
-    """With sparsemixer: logits that differ from the best by more than twice this share of their
-    magnitude are left out of the softmax."""
+    """With sparsemixer: the softmax excludes logits that differ from the best by more than
+    twice this share of their magnitude."""
 
     moe_router_pre_softmax: bool = option(
         False,
@@ -109,12 +110,13 @@ class MoEConfig(Options):
             "moe_router_score_function": ("sigmoid", "sqrtsoftplus", "sparsemixer"),
         },
     )
-    """Softmax over all experts before the choice (weights do not sum to 1), not after it."""
+    """Apply the softmax to all experts before the choice (weights do not sum to 1); by default
+    it is applied to the chosen experts."""
 
     moe_router_norm_topk_prob: bool = option(
         True, idle_with={"moe_router_score_function": ("softmax", "sparsemixer")}
     )
-    """Divide the scores of the chosen experts by their sum, with sigmoid or sqrtsoftplus."""
+    """With sigmoid or sqrtsoftplus: divide the scores of the chosen experts by their sum."""
 
     moe_router_topk_scaling_factor: float = option(0.0, minimum=0)
     """Factor on the weights of the chosen experts; 0: none."""
@@ -126,41 +128,43 @@ class MoEConfig(Options):
     """Groups that each token may use."""
 
     moe_router_group_score_topk: int = option(0, needs={"moe_router_num_groups": ON})
-    """Best experts of a group whose scores sum to its own; 0: as many as it may give,
+    """Number of a group's best experts whose scores are summed as the group's score; 0:
     --moe-router-topk / --moe-router-group-topk."""
 
     moe_router_enable_expert_bias: bool = option(
         False, idle_with={"moe_router_load_balancing_type": "sinkhorn"}
     )
-    """Balance by a bias on the choice, moved after each step, instead of by a loss."""
+    """Balance experts by a bias that is added to scores for the choice only and updated after
+    each step."""
 
     moe_router_bias: bool = False
-    """Give the router's linear map a bias, which takes part in choice and weights alike."""
+    """Give the router's linear a bias, which changes both the choice and the weights."""
 
     moe_router_bias_update_rate: float = option(1e-3, minimum=0)
-    """How far the expert bias moves a step."""
+    """Amount by which a step raises or lowers the expert bias."""
 
     moe_router_dtype: Literal["", "fp32", "fp64"] = ""
-    """Precision of the router's GEMM; empty: that of the activations."""
+    """Precision of the router's GEMM; empty: the dtype of the activations."""
 
     moe_router_load_balancing_type: Literal[
         "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"
     ] = "aux_loss"
-    """Balance over the micro-batch, each sequence, the whole step's batch, by assignment, or
-    not at all."""
+    """Balancing of experts: a loss over the micro-batch (aux_loss), each sequence
+    (seq_aux_loss) or the batch of the step (global_aux_loss); a balanced assignment of tokens
+    (sinkhorn); or none."""
 
     moe_aux_loss_coeff: float = option(
         0.0, minimum=0, idle_with={"moe_router_load_balancing_type": ("sinkhorn", "none")}
     )
-    """Weight of the load-balancing loss; 1e-2 is a usual start."""
+    """Coefficient of the load-balancing loss, such as 1e-2."""
 
     moe_z_loss_coeff: float = option(0.0, minimum=0)
-    """Weight of the loss on large router logits; 1e-3 is a usual start."""
+    """Coefficient of the z-loss, which keeps router logits small, such as 1e-3."""
 
     moe_router_force_load_balancing: bool = False
-    """Give every expert as many tokens, and each token experts of several ranks (with 2, 3, 4
-    or 6 experts: neighbours, which may be of one rank), whatever the scores, for benchmarks:
-    the router then learns weights only."""
+    """For benchmarks: ignore scores in the choice of experts, and give every expert equally
+    many tokens and each token experts on several ranks (with 2, 3, 4 or 6 experts: neighbouring
+    experts, possibly on one rank). The router then learns weights only."""
 
     moe_input_jitter_eps: float = option(0.0, minimum=0, shrinks_to=0.0)
     """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""
@@ -168,7 +172,8 @@ class MoEConfig(Options):
     moe_expert_capacity_factor: float = option(
         0.0, minimum=0, zero="no token is dropped", shrinks_to=0.0
     )
-    """Rows an expert takes from a rank, in units of the even share; 0: no token is dropped."""
+    """Rows that an expert accepts from a rank, as a multiple of the even share; 0: no token is
+    dropped."""
 
     moe_pad_expert_input_to_capacity: bool = option(
         False,
@@ -178,46 +183,47 @@ class MoEConfig(Options):
         },
         shrinks_to=False,
     )
-    """Fill every expert's rows with zeros up to its capacity: all sizes become fixed."""
+    """Pad every expert's rows with zeros to its capacity, so that all sizes are fixed."""
 
     moe_token_drop_policy: Literal["probs", "position"] = option(
         "probs", needs={"moe_expert_capacity_factor": ON}
     )
-    """Which tokens stay when an expert is full: those of the largest weights, or the first."""
+    """Tokens that an expert with too many tokens keeps: those with the largest weights (probs),
+    or the first ones (position)."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep", "symmetric"] = option(
         "alltoall", selects_path="dispatch.{moe_token_dispatcher_type}"
     )
-    """How tokens are sent to the ranks of their experts; deepep: by that library's kernels;
-    symmetric: each GPU reads its rows from the memory of the others of its node. Megatron's
-    default: allgather."""
+    """Exchange of tokens between the ranks of the experts: alltoall, allgather, deepep (kernels
+    of the DeepEP library), or symmetric (each GPU reads its rows from the memory of the other
+    GPUs of the node). Megatron's default: allgather."""
 
     moe_dispatch_dtype: Literal["", "fp8"] = option("", idle_with=_GIVEN_KERNELS)
-    """Format in which tokens are sent to the ranks of their experts; empty: the model's own;
-    fp8: e4m3 with a scale for each token, half the bytes, and the same numbers on one rank.
-    Results and gradients keep the model's."""
+    """Format in which tokens are sent to the ranks of their experts; empty: the model's dtype;
+    fp8: e4m3 with a scale for each token, which halves the bytes. One rank rounds tokens in the
+    same way. Results and gradients keep the model's dtype."""
 
     moe_experts_dtype: Literal["", "fp8"] = option(
         "", excludes={"moe_grouped_gemm": Because("as it multiplies in a grouped GEMM", False)}
     )
-    """Format of the experts' GEMMs; empty: the model's own; fp8: e4m3 with a scale for each row
-    of tokens, gradients and weights; weights' gradients keep the model's. On an H200 faster
-    for experts of width 2048 and more; below a width of 1024 slower than bf16."""
+    """Format of the experts' GEMMs; empty: the model's dtype; fp8: e4m3 with a scale for each
+    row of tokens, gradients and weights; weight gradients keep the model's dtype. On an H200
+    faster than bf16 for experts of width 2048 and more, and slower below a width of 1024."""
 
     moe_apply_probs_on_input: bool = False
-    """Multiply an expert's input by the weight of the choice, not its output (Llama 4)."""
+    """Multiply an expert's input, not its output, by the router's weight (Llama 4)."""
 
     moe_expert_rows_limit: float = option(
         0.0, idle_with={"moe_token_dispatcher_type": "deepep"}
     )
-    """Rows that a rank computes at once, in units of the mean over the ranks; with more it
-    computes in parts and again in backward, so that routing never costs memory; 0: no limit.
-    2 is a good limit. With allgather and symmetric these are the rows that experts always get,
-    so that the host waits for no number: in one part if it is --expert-model-parallel-size or
-    more, for symmetric also if it is 0."""
+    """Rows that a rank computes at once, as a multiple of the mean over the ranks; more rows
+    are computed in parts, and again in backward, so that uneven routing does not need more
+    memory; 0: no limit. 2 is a good limit. With allgather and symmetric each part has this
+    fixed number of rows, and the host waits for no counts; there is one part if the limit is
+    --expert-model-parallel-size or more, for symmetric also if it is 0."""
 
     moe_grouped_gemm: bool = True
-    """Compute all experts of a rank in one grouped GEMM where the device has one. Megatron's
+    """Compute all experts of a rank in one grouped GEMM, if the device supports it. Megatron's
     default: off."""
 
     moe_wgrad_micro_batches: int = option(
@@ -236,39 +242,41 @@ class MoEConfig(Options):
             "main_grads_dtype": Because(_NO_MAIN_GRADS, "bf16"),
             "grad_reduce_in_bf16": Because(_NO_MAIN_GRADS),
             "cuda_graph_impl": Because(
-                "which writes rows of the next micro-batch over these", "local"
+                "which overwrites the rows in the next micro-batch", "local"
             ),
-            "transformer_impl": Because("which adds each by itself", "transformer_engine"),
+            "transformer_impl": Because(
+                "which adds each micro-batch separately", "transformer_engine"
+            ),
             "moe_grouped_gemm": Because("which has no such GEMM", False),
             "peft": Because("which freezes these weights", "lora", "dora"),
         },
     )
-    """Micro-batches whose rows one grouped GEMM adds to the main gradients of the experts'
-    weights, which are read and written once for all of them: faster with a few hundred rows an
-    expert in bf16, and no faster in float32. Keeps the rows of all but one: for a choice of a
-    token the inputs of both GEMMs and the gradients of their results."""
+    """Number of micro-batches whose weight gradients of experts one grouped GEMM adds to the
+    main gradients, which are then read and written once: faster in bf16 with a few hundred
+    rows per expert, not in float32. Memory: for each choice of a token the inputs of both
+    GEMMs and the gradients of their outputs, of all but one of these micro-batches."""
 
     moe_shared_expert_intermediate_size: int = option(0, minimum=0)
-    """Width of the expert that every token passes through; 0: none."""
+    """Width of the shared expert, which processes every token; 0: no shared expert."""
 
     moe_shared_expert_overlap: bool = option(
         False,
         needs={"moe_shared_expert_intermediate_size": ON},
         idle_with=_GIVEN_KERNELS,
     )
-    """Compute the shared expert while tokens are sent to the ranks of their experts, and in
-    backward while their gradients are returned."""
+    """Compute the shared expert while tokens are sent to the ranks of their experts, and its
+    backward while gradients are returned."""
 
     moe_split_batch_overlap: bool = option(
         False, needs={"moe_token_dispatcher_type": "alltoall"}
     )
-    """Cut the rows of a micro-batch in two, in the order of their experts, and run the
-    all-to-all of one half during the GEMMs of the other, forward and backward."""
+    """Split the rows of a micro-batch in two halves, in the order of their experts, and run the
+    all-to-all of one half during the GEMMs of the other, in forward and backward."""
 
     moe_shared_expert_gate: bool = option(
         False, needs={"moe_shared_expert_intermediate_size": ON}
     )
-    """Weigh the shared expert by a learned sigmoid of the token."""
+    """Multiply the output of the shared expert by a learned sigmoid of the token."""
 
     rules = (
         Rule(
@@ -333,7 +341,7 @@ class MoEConfig(Options):
             ("moe_expert_rows_limit",),
             lambda v: v.moe_expert_rows_limit < 0 or 0 < v.moe_expert_rows_limit < 1,
             "--moe-expert-rows-limit {moe_expert_rows_limit} must be 0 (no limit) or at least "
-            "1, the mean.",
+            "1 (the mean).",
         ),
         Rule(
             ("hierarchical_expert_parallel_size", "moe_token_dispatcher_type"),
@@ -391,12 +399,12 @@ class MoEConfig(Options):
 
 
 def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float) -> int:
-    """Rows that one expert takes from one rank: its even share times ``factor``, rounded up."""
+    """Return the rows that an expert accepts from a rank: factor x even share, rounded up."""
     return ceil(num_tokens * topk / num_experts * factor)
 
 
 def one_step_option(config: Any) -> str:
-    """Return why an option excludes exchanges in two steps; empty: no option does.
+    """Return the error if an option excludes exchanges in two steps; empty otherwise.
 
     Args:
         config: a ``MoEConfig``, or values that have its fields.
@@ -410,5 +418,5 @@ def one_step_option(config: Any) -> str:
         "moe_pad_expert_input_to_capacity",
     ):
         if getattr(config, other):
-            return f"{name}, {flag(other)} needs one: leave out one of the two."
+            return f"{name}, {flag(other)} requires a single step: leave out one of the two."
     return ""

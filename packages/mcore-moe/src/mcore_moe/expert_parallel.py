@@ -1,8 +1,8 @@
-"""Expert parallelism under torch's DDP or FSDP2, and the comparison of copies.
+"""Expert parallelism under torch's DDP or FSDP2, and the comparison of replicas.
 
-``mcore_parallel.DataParallel`` needs the axes alone: layers declare which gradients are summed
-over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of
-``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
+``mcore_parallel.DataParallel`` needs none of this: layers declare over which ranks gradients
+are summed. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of ``ep``
+hold different experts, and each expert computes tokens of all these ranks.
 """
 
 from torch import Tensor, nn
@@ -15,32 +15,32 @@ from mcore_parallel.sharding import named_parameters
 
 
 def rank_local_names(model: nn.Module) -> list[str]:
-    """List the parameters and buffers of expert layers that DDP and FSDP2 must ignore.
+    """Return the names of parameters and buffers that DDP and FSDP2 must ignore.
 
-    They are the experts, and the counts and biases that ``finish_step`` updates. DDP would
-    average different experts, and overwrite counts with those of rank 0.
+    These are the experts, and the counts and biases that ``finish_step`` updates. DDP would
+    average different experts, and overwrite counts with the counts of rank 0.
     """
     names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
     for path, module in model.named_modules():
         if isinstance(module, Router):
-            own = ["step_counts", "step_scored_counts", "step_dropped", "step_losses"]
-            own += [] if module.expert_bias is None else ["expert_bias"]
-            names += [f"{path}.{name}" if path else name for name in own]
+            tensors = ["step_counts", "step_scored_counts", "step_dropped", "step_losses"]
+            tensors += [] if module.expert_bias is None else ["expert_bias"]
+            names += [f"{path}.{name}" if path else name for name in tensors]
     return names
 
 
 def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
-    """Reduce the experts' gradients and scale them as DDP does, in place, after backward.
+    """Average the experts' gradients in place after backward, like DDP all other gradients.
 
     An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. The function
-    also sums it over the ranks that hold the same expert (``ctx.expert_dp``, one all-reduce a
-    tensor) and divides the sum by the number of ranks over which DDP averages (``ctx.dp_cp``).
-    The result is the gradient of the mean of the ranks' losses, like all other gradients.
+    sums this gradient over the ranks that hold the same expert (``ctx.expert_dp``, one
+    all-reduce for each tensor) and divides the sum by the number of ranks over which DDP
+    averages (``ctx.dp_cp``). The result is the gradient of the mean of the ranks' losses.
 
     Args:
         model: unwrapped or wrapped.
-        ctx: of the layers' axes; ``tp`` of one rank. Under tensor parallelism other gradients
-            are partial sums too: use ``mcore_parallel.DataParallel``.
+        ctx: the layout, with one tensor rank. Under tensor parallelism use
+            ``mcore_parallel.DataParallel``, as other gradients are partial sums too.
 
     Raises:
         ValueError: under tensor parallelism; on all ranks, in the first call, if ranks that
@@ -49,7 +49,7 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
     if ctx.tp.size > 1:
         raise ValueError(
             f"expert gradients under --tensor-model-parallel-size {ctx.tp.size} need "
-            "mcore_parallel.DataParallel, which also sums what tensor ranks hold in part."
+            "mcore_parallel.DataParallel, which also sums gradients over tensor ranks."
         )
     for named in named_parameters(model):
         if named.layout.data != "expert" or named.parameter.grad is None:
@@ -61,7 +61,9 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
 
 def check_same(name: str, tensor: Tensor, axis: Axis) -> None:
-    """Compare a tensor over an axis by digests: one all-gather; the host waits for it.
+    """Check that a tensor is equal on all ranks of an axis, by one all-gather of digests.
+
+    The host waits for the digests.
 
     Raises:
         ValueError: on all ranks, with the tensor's name and the ranks that differ.
@@ -70,8 +72,8 @@ def check_same(name: str, tensor: Tensor, axis: Axis) -> None:
         others = [rank for rank, number in enumerate(digests) if number != digests[0]]
         raise ValueError(
             f"{name} of ranks {others} of axis {axis.name} differs from rank 0: these ranks "
-            "were seeded apart. Call torch.manual_seed with one seed on all ranks before the "
-            "layers are made, or reset_parameters(seed=...) on the layers."
+            "used different seeds. Call torch.manual_seed with one seed on all ranks before "
+            "building the layers, or call reset_parameters(seed=...) on the layers."
         )
 
 

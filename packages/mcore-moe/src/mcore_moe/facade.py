@@ -1,7 +1,7 @@
 """``MixtureOfExperts``: experts in place of a feed-forward layer of any torch model.
 
 The module works inside any ``nn.Module``, under torch's DDP and ``torch.compile``. All experts
-are on one rank unless ``axes`` spreads them; ``MoELayer`` has all options.
+are on one rank unless ``axes`` distributes them; ``MoELayer`` has all options.
 """
 
 from typing import Any
@@ -39,15 +39,15 @@ class MixtureOfExperts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate and initialise from torch's default generator.
+        """Allocate the layer, and initialise it from torch's default generator.
 
         Args:
             hidden_size: D.
             ffn_hidden_size: width of one expert.
             num_experts: E.
-            top_k: experts a token; with 1 the weights are a softmax over all experts.
+            top_k: experts of each token; with 1 the weights are a softmax over all experts.
             aux_loss_coeff: of the load-balancing loss; 0 turns it off.
-            gated: SwiGLU-like experts with three matrices, or plain ones with two.
+            gated: gated experts with three matrices, as SwiGLU; False: experts with two.
             activation: ``silu``, ``gelu``, ``relu`` or ``squared_relu``.
             axes: ranks that share the experts, ``moe_axes(ctx)`` of a layout with
                 ``expert_model_parallel_size``.
@@ -76,10 +76,10 @@ class MixtureOfExperts(nn.Module):
         self.aux_loss: Tensor = torch.zeros((), device=device)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return the experts' output in the shape of x; sets ``aux_loss``."""
+        """Return the experts' output in the shape of x; set ``aux_loss``."""
         y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
         return y.view(x.shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the graph of the last loss out of copies and pickles, which it refuses."""
+        """Return the state with ``aux_loss`` detached: graphs cannot be copied or pickled."""
         return {**self.__dict__, "aux_loss": self.aux_loss.detach()}

@@ -1,9 +1,9 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-Input and output are ``[T, D]``. The auxiliary loss is a second output: the caller adds it to
-the loss, or gives it to backward as a second root. Exactly one rank routes each token. Under
-sequence parallelism tensor ranks have different tokens already; otherwise the layer splits the
-tokens over tp, and sums the zero-padded outputs over tp.
+Input and output are ``[T, D]``. The auxiliary loss is a second output, which the caller adds to
+the loss or passes to backward as a second root. Exactly one rank routes each token: under
+sequence parallelism tensor ranks have different tokens; otherwise the layer splits the tokens
+over tp, and sums the zero-padded outputs over tp.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from mcore_parallel.rng import RngStreams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoERuntime:
-    """What a training program shares with its expert layers."""
+    """Random streams, caches and assumptions of a training program, for its expert layers."""
 
     streams: RngStreams | None = None
     """Random streams of the router's jitter, see ``Router``."""
@@ -95,20 +95,20 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate and initialise the layer; makes no group, no communication.
+        """Allocate and initialise the layer; no communication.
 
         Args:
             hidden_size: D.
-            ffn_hidden_size: F of one expert where ``config.moe_ffn_hidden_size`` is 0.
+            ffn_hidden_size: F of one expert if ``config.moe_ffn_hidden_size`` is 0.
             config: options of experts, routing, balance and dispatch.
             network: layers and activation of each expert, routed and shared.
             axes: ranks that share the experts, and ranks that share the tokens.
-            runtime: what the training program shares with its expert layers.
+            runtime: random streams, caches and assumptions of the training program.
             device: of the parameters.
             dtype: of the parameters.
 
         Raises:
-            ValueError: if there are no experts, or they do not fit the axes.
+            ValueError: if there are no experts, or the axes do not divide the experts.
         """
         super().__init__()
         if config.num_experts == 0:
@@ -158,22 +158,22 @@ class MoELayer(nn.Module):
         num_sequences: int = 1,
         mask: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, ""]]:
-        """Run each token through its experts and the shared expert.
+        """Return the weighted sum of each token's experts, and the auxiliary loss.
 
-        Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training. The
-        first call compares the routers of these ranks, except in compiled code.
+        Exchanges tokens over ``ep`` and ``expert_tp``, and in training counts over ``cp_tp``.
+        The first call compares the routers of these ranks, except in compiled code.
 
         Args:
-            x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
+            x: this rank's tokens; equal on all ranks of ``tp`` unless sequence parallel.
             num_sequences: B if x is the flat view of ``[S, B, D]``: token t belongs to
-                sequence t % B. Read by the loss by sequence alone.
-            mask: true for real tokens, false for padding, which no routed expert computes and
-                no statistic counts; cut like x. Left out: all tokens are real.
+                sequence t % B. Only the loss by sequence reads it.
+            mask: true for real tokens, false for padding, which routed experts do not compute
+                and statistics do not count; split like x. None: all tokens are real.
 
         Returns:
-            The output, cut like x, and this rank's share of the auxiliary losses times their
-            coefficients: the sum over ``cp_tp`` is the loss of the micro-batch, so its
-            gradients are summed over these ranks like any other. 0 in eval mode.
+            The output, split like x, and this rank's share of the auxiliary losses times their
+            coefficients, 0 in eval mode. The sum of the shares over ``cp_tp`` is the loss of
+            the micro-batch, so gradients are summed over these ranks.
 
         Raises:
             ValueError: on all ranks, if they hold different routers.
@@ -182,7 +182,8 @@ class MoELayer(nn.Module):
         tokens, sequences, mask = self._split_tokens(x, num_sequences, mask)  # [T, D] -> [t, D]
         inputs = self._expert_inputs(tokens)
         equal_tokens = self._has_equal_tokens(x.shape[0])
-        # allgather sends all tokens whatever the routing is: its exchange overlaps the router.
+        # allgather sends all tokens, so its exchange does not need the routing: it overlaps the
+        # router.
         in_flight = self.dispatcher.begin(inputs, equal_tokens=equal_tokens)
         routing, aux_loss = self.router(tokens, sequences, num_sequences, mask)
         # With --moe-shared-expert-overlap the dispatcher calls ``overlap`` during its exchange.
@@ -200,9 +201,10 @@ class MoELayer(nn.Module):
         return y, aux_loss
 
     def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> RoutedTokens:
-        """Route tokens and run the shared expert; no tensor's size depends on the routing.
+        """Route tokens and run the shared expert; return the input of ``run_experts``.
 
-        ``run_experts`` computes the remainder of ``forward``.
+        No tensor's size depends on the routing. ``run_experts`` computes the rest of
+        ``forward``.
 
         Args:
             x: as in ``forward``.
@@ -229,8 +231,8 @@ class MoELayer(nn.Module):
     def set_overlap_callback(self, callback: OverlapCallback) -> None:
         """Set a function that the dispatcher calls during each of its exchanges.
 
-        Forward and backward call it the same number of times on all ranks of ``ep``: not at
-        all on one rank, or if all-gathered tokens differ in number between ranks.
+        All ranks of ``ep`` call the function equally often, in forward and backward. It is not
+        called on one rank, or if ranks all-gather different numbers of tokens.
         """
         self.dispatcher.set_overlap_callback(callback)
 
@@ -253,7 +255,7 @@ class MoELayer(nn.Module):
         return tokens, sequences, mask if mask is None else mask[begin:end]
 
     def _expert_inputs(self, tokens: Tensor) -> Tensor:
-        """Return what is dispatched: tokens under autocast's dtype, in the latent space."""
+        """Return the tokens to dispatch: in autocast's dtype, projected to the latent space."""
         tokens = cast_factor(tokens)
         return tokens if self.latent_down is None else self.latent_down(tokens)
 

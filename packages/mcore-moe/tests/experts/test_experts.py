@@ -171,7 +171,7 @@ def test_impossible_experts_are_refused():
         Experts(8, 16, MoEConfig(num_experts=6), axes=MoEAxes(ep=four))
     with pytest.raises(ValueError, match="--moe-ffn-hidden-size 18 cannot be split over"):
         Experts(8, 18, MoEConfig(num_experts=4), axes=MoEAxes(expert_tp=four))
-    with pytest.raises(ValueError, match="activation 'tanh' is not one of"):
+    with pytest.raises(ValueError, match="unknown activation 'tanh': use one of"):
         ExpertNetwork(activation="tanh")
     with pytest.raises(ValueError, match="--num-experts 0"):
         MoELayer(8, 16, MoEConfig())

@@ -65,12 +65,12 @@ def test_a_recording_that_does_not_fit_is_refused():
     model, x = build(), torch.randn(4, 8, dtype=torch.float64)
     with record_routing(model) as recorded:
         forward(model, x)
-    other_size = pytest.raises(ValueError, match=r"has 4 tokens .* and this one 3")
+    other_size = pytest.raises(ValueError, match=r"has 4 tokens .* but this pass has 3")
     with replay_routing(model, recorded), other_size:
         forward(model, x[:3])
     with replay_routing(model, recorded):
         forward(model, x)
-        with pytest.raises(ValueError, match="ends after 1 forwards"):
+        with pytest.raises(ValueError, match="ends after 1 forward passes"):
             forward(model, x)
     more = build(moe_router_topk=3)
     with replay_routing(more, recorded), pytest.raises(ValueError, match="with 2 experts each"):
@@ -78,7 +78,7 @@ def test_a_recording_that_does_not_fit_is_refused():
     for expert, complaint in ((99, "expert 99"), (-1, "expert -1"), (3, "an expert twice")):
         named = {path: [torch.full_like(ids[0], expert)] for path, ids in recorded.items()}
         with (
-            pytest.raises(ValueError, match=f"names {complaint}"),
+            pytest.raises(ValueError, match=f"has {complaint}"),
             replay_routing(model, named),
         ):
             pass

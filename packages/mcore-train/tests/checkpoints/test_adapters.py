@@ -344,7 +344,7 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
         ),
         (
             {**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True},
-            "excludes gathering rows by layers",
+            "does not support fully sharded weights",
         ),
         (
             {

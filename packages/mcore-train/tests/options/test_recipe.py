@@ -67,7 +67,7 @@ def test_a_published_model_is_named_and_flags_and_recipes_lie_over_it(tmp_path):
     path = write(tmp_path, 'model = "llama-3-8b"\nnum_layers = 2\n')
     again = parse(["--recipe", str(path)])
     assert again.model == replace(load_preset("llama-3-8b").config, num_layers=2)
-    with pytest.raises(ValueError, match="there is no preset llama-9: did you mean llama-"):
+    with pytest.raises(ValueError, match="unknown preset llama-9: did you mean llama-"):
         parse(["--model", "llama-9"])
     with pytest.raises(ValueError, match="--model bert-base is of another family: use"):
         parse(["--model", "bert-base"])

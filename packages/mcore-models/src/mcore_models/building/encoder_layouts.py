@@ -23,7 +23,7 @@ _DECODERS_ALONE = (
     *("mtp_num_layers", "embedding_layernorm", "value_norm", "num_kv_shared_layers"),
     *("per_layer_embedding_size", "layer_output_scale"),
 )
-"""Fields that layers of an encoder, and of its decoder, ignore."""
+"""Fields that layers of encoder models (BERT, T5) ignore."""
 
 
 def encoder_layout_problems(
@@ -32,29 +32,29 @@ def encoder_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return why a model with an encoder cannot be split; see ``layout_problems``."""
+    """Return the errors of a layout for a model with an encoder; see ``layout_problems``."""
     problems = layout_problems(config, parallel, moe, seq_length)
     if moe.num_experts:
-        problems.append("--num-experts: models with an encoder have none here; leave it out.")
+        problems.append("--num-experts: BERT and T5 do not support experts; leave it out.")
     is_bert = isinstance(config, BertConfig)
     if config.window_size[0] >= 0 and not is_bert:
-        problems.append("--window-size: an encoder sees whole rows; leave it out.")
+        problems.append("--window-size: T5 does not support windows; leave it out.")
     if config.qk_layernorm:
-        problems.append("--qk-layernorm: models with an encoder have none; leave it out.")
+        problems.append("--qk-layernorm: BERT and T5 do not support it; leave it out.")
     for name in _DECODERS_ALONE:
         if is_bert and name == "embedding_layernorm":
             continue
         if getattr(config, name) != _DEFAULTS[name]:
             flag = "--" + name.replace("_", "-")
-            problems.append(f"{flag}: models with an encoder compute without it; leave it out.")
+            problems.append(f"{flag}: this model has an encoder and ignores it; leave it out.")
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type in (
         "p2p",
         "a2a",
         "a2a+p2p",
     ):
         problems.append(
-            f"--cp-comm-type {parallel.cp_comm_type} works for causal models alone: leave it "
-            "out (keys and values are gathered)."
+            f"--cp-comm-type {parallel.cp_comm_type} supports causal models only: leave it out "
+            "(keys and values are gathered)."
         )
     return problems
 
@@ -65,6 +65,6 @@ def t5_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return why a T5 cannot be split; see ``layout_problems``."""
+    """Return the errors of a layout for a T5; see ``layout_problems``."""
     stacked = replace(config, num_layers=num_stack_layers(config))
     return encoder_layout_problems(stacked, parallel, moe, seq_length)

@@ -1,6 +1,6 @@
 """Initial weights by logical name, with the same bits under every layout.
 
-| logical tensor | begins as |
+| logical tensor | initial values |
 | --- | --- |
 | matrices that write to the residual stream | N(0, std / sqrt(number of mixers)) |
 | embedding tables | N(0, embedding std) |
@@ -11,10 +11,10 @@
 | a delta net's decay rates | U(0.01, 16), stored as logarithms |
 | Mamba's step sizes | exp U(ln min, ln max), at least a floor; stored before the softplus |
 
-With ``--use-mup`` standard deviations fall with the width too, see ``mcore_models.mup``.
+With ``--use-mup`` standard deviations also fall with the width, see ``mcore_models.mup``.
 The smaller residual weights keep the variance of the stream independent of depth: Radford
-et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
-a delta net's those of Yang et al. 2024, arXiv:2412.06464.
+et al. 2019, section 2.3 (GPT-2). Rates and step sizes: Dao and Gu 2024, arXiv:2405.21060
+(Mamba); Yang et al. 2024, arXiv:2412.06464 (delta net).
 """
 
 import math
@@ -52,16 +52,17 @@ def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: i
         config: standard deviations and depth.
         seed: of the whole model, equal on all ranks.
     """
-    wanted = []
+    matrices = []
     for name, shard in weights.items():
         if any(piece.data.is_meta for piece in shard.pieces):
             continue
-        recurrent = any(f".{one}." in name for one in ("mamba", "delta_net", "short_conv"))
-        if recurrent and _fill_recurrent_(name, shard, config, seed):
+        mixers = "mamba", "delta_net", "short_conv"
+        is_recurrent = any(f".{mixer}." in name for mixer in mixers)
+        if is_recurrent and _fill_recurrent_(name, shard, config, seed):
             continue
         if len(shard.shape) > 1 and not name.endswith("norm.weight"):
-            wanted.append((name, shard, initial_std(name, config)))
-    fill_shards_(wanted, seed=seed)
+            matrices.append((name, shard, initial_std(name, config)))
+    fill_shards_(matrices, seed=seed)
 
 
 def initial_std(name: str, config: TransformerConfig) -> float:
@@ -94,9 +95,10 @@ def _fill_recurrent_(name: str, shard: Shard, config: TransformerConfig, seed: i
 
 
 def _uniform(name: str, shard: Shard, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces with values of U(0, 1): normal values, by their distribution function.
+    """Yield each piece with values of U(0, 1), float64; overwrites the pieces.
 
-    Normal values are rounded to the pieces' dtype first.
+    The values are the normal distribution function of normal values, which are rounded to the
+    pieces' dtype first.
     """
     fill_shards_([(name, shard, 1.0)], seed=seed)
     for piece in shard.pieces:

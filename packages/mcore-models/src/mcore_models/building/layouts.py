@@ -1,7 +1,7 @@
 """Checks whether a model fits a layout: pure functions, called before anything is allocated.
 
-All problems are found together, each with its flag and allowed values, so that every rank
-raises the same error and no collective waits. No torch here.
+A check returns all problems together, each with its flag and allowed values, so that every rank
+raises the same error before a collective. No torch here.
 """
 
 from mcore_base.options import listed
@@ -28,7 +28,7 @@ def check_layout(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> None:
-    """Raise ``layout_problems`` together.
+    """Raise one error with all ``layout_problems`` of a model, if it has any.
 
     Raises:
         ValueError: with one line for each problem.
@@ -44,32 +44,32 @@ def layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return why a model cannot be split; empty if it can.
+    """Return an error message for each reason why a layout cannot split a model.
 
     Args:
         config: of the model.
         parallel: the parallel sizes.
-        moe: its experts.
-        seq_length: tokens of a training sequence; 0: unknown, and not checked.
+        moe: experts of the model.
+        seq_length: tokens of a training sequence; 0: not checked.
     """
     problems = _pattern_problems(config, moe)
     if problems:
         return problems
-    used = {name for names in layer_mixers(config, moe) for name in names}
+    mixers = {name for names in layer_mixers(config, moe) for name in names}
     if config.mtp_num_layers:
-        used |= {*further_mixers(config, moe)}
-    if used & {"attention", "mla"}:
+        mixers |= {*further_mixers(config, moe)}
+    if mixers & {"attention", "mla"}:
         for sizes in dict.fromkeys((config, global_config(config))):
             problems += _head_problems(sizes, parallel)
         problems += _context_problems(config, parallel)
-    if "mla" in used and config.dsa_indexer_topk and parallel.context_parallel_size > 1:
+    if "mla" in mixers and config.dsa_indexer_topk and parallel.context_parallel_size > 1:
         problems.append(
             "--dsa-indexer-topk selects keys of complete sequences: use "
             "--context-parallel-size 1."
         )
-    if "mamba" in used:
+    if "mamba" in mixers:
         problems += _mamba_problems(config, parallel)
-    if "delta_net" in used:
+    if "delta_net" in mixers:
         problems += _split_problems(
             parallel,
             "--linear-num-key-heads",
@@ -77,7 +77,7 @@ def layout_problems(
             "gated delta nets",
             "heads",
         )
-    if "short_conv" in used:
+    if "short_conv" in mixers:
         problems += _split_problems(
             parallel,
             "--hidden-size",
@@ -85,7 +85,7 @@ def layout_problems(
             "gated short convolutions",
             "channels",
         )
-    problems += _width_problems(config, parallel, moe, used)
+    problems += _width_problems(config, parallel, moe, mixers)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
     # Embedding and loss may have stages of their own (--pipeline-model-parallel-layout).
@@ -96,8 +96,8 @@ def layout_problems(
             f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
         )
     problems += [
-        f"{flag} works on one pipeline stage, as layers read tensors of the first ones: use "
-        "--pipeline-model-parallel-size 1."
+        f"{flag} works on one pipeline stage only, as layers read tensors of the first layers: "
+        "use --pipeline-model-parallel-size 1."
         for flag, size in (
             ("--num-kv-shared-layers", config.num_kv_shared_layers),
             ("--per-layer-embedding-size", config.per_layer_embedding_size),
@@ -148,7 +148,7 @@ def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
 def _split_problems(
     parallel: ParallelConfig, option: str, size: int, layers: str, parts: str
 ) -> list[str]:
-    """Refuse a size of recurrent layers that tensor and context ranks do not divide."""
+    """Return the error for a size of recurrent layers that tp x cp does not divide, if so."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if size % (tp * cp) == 0:
         return []
@@ -198,34 +198,34 @@ def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> li
             "rope, or --context-parallel-size 1."
         )
     sizes = parallel.hierarchical_context_parallel_sizes
-    exchanging, flag = (sizes[0], _LEVELS) if sizes else (cp, "--context-parallel-size")
-    if kind.startswith("a2a") and heads % (tp * exchanging):
+    exchange_size, flag = (sizes[0], _LEVELS) if sizes else (cp, "--context-parallel-size")
+    if kind.startswith("a2a") and heads % (tp * exchange_size):
         problems.append(
             f"--cp-comm-type {kind} cannot exchange --num-attention-heads {heads} over "
-            f"--tensor-model-parallel-size {tp} x {flag} {exchanging}: heads must be "
-            f"a multiple of {tp * exchanging}. Use p2p or all_gather."
+            f"--tensor-model-parallel-size {tp} x {flag} {exchange_size}: heads must be "
+            f"a multiple of {tp * exchange_size}. Use p2p or all_gather."
         )
     if kind.endswith("p2p"):
         problems += [
-            f"--cp-comm-type {kind} has no {what} ({flag}): use all_gather or a2a."
-            for what, flag, used in (
+            f"--cp-comm-type {kind} does not support {what} ({flag}): use all_gather or a2a."
+            for what, flag, is_set in (
                 ("windows", "--window-size", config.window_size[0] >= 0),
                 ("chunks", "--attention-chunk-size", config.attention_chunk_size > 0),
                 ("caps", "--attn-logit-softcapping", config.attn_logit_softcapping > 0),
                 ("sinks", "--softmax-type", config.softmax_type == "learnable"),
                 ("dropout", "--attention-dropout", config.attention_dropout > 0),
             )
-            if used
+            if is_set
         ]
     return problems
 
 
 def _width_problems(
-    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, used: set[str]
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, mixers: set[str]
 ) -> list[str]:
     tp = parallel.tensor_model_parallel_size
     widths = {}
-    if used & {"mlp", "moe", "shared"}:
+    if mixers & {"mlp", "moe", "shared"}:
         widths["--ffn-hidden-size"] = (ffn_size(config), "--tensor-model-parallel-size", tp)
     if moe.num_experts:
         expert_tp = parallel.expert_tensor_parallel_size or tp
@@ -265,13 +265,14 @@ def _sequence_problems(
         problems.append(too_long(seq_length, limit))
     cp = parallel.context_parallel_size
     tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    cuts = cp * tp * (2 if cp > 1 else 1)
-    if seq_length % cuts:
-        ways = [f"--context-parallel-size {cp} (two slices a rank)"] * (cp > 1)
-        ways += [f"--sequence-parallel over --tensor-model-parallel-size {tp}"] * (tp > 1)
+    # Zigzag order gives each context rank two slices of a sequence.
+    divisor = cp * tp * (2 if cp > 1 else 1)
+    if seq_length % divisor:
+        flags = [f"--context-parallel-size {cp} (two slices a rank)"] * (cp > 1)
+        flags += [f"--sequence-parallel over --tensor-model-parallel-size {tp}"] * (tp > 1)
         problems.append(
-            f"--seq-length {seq_length} cannot be cut by {' and '.join(ways)}: use a multiple "
-            f"of {cuts}, such as {-(-seq_length // cuts) * cuts}."
+            f"--seq-length {seq_length} cannot be split by {' and '.join(flags)}: use a "
+            f"multiple of {divisor}, such as {-(-seq_length // divisor) * divisor}."
         )
     return problems
 
@@ -279,12 +280,12 @@ def _sequence_problems(
 def check_length(
     config: TransformerConfig, num_tokens: int, num_remembered: int, flag: str = "--seq-length"
 ) -> None:
-    """Raise ValueError for sequences that are longer than a model's positions.
+    """Raise ValueError for a sequence that is longer than a model's positions.
 
     Args:
         config: of the model.
         num_tokens: new tokens, over all context ranks.
-        num_remembered: tokens before them in a state.
+        num_remembered: earlier tokens, stored in a state.
         flag: option that sets the sequence length.
     """
     limit, length = config.max_position_embeddings, num_tokens + num_remembered
@@ -293,9 +294,9 @@ def check_length(
     context = config.original_max_position_embeddings
     if config.rope_type == "longrope" and 0 < num_remembered <= context < length:
         raise ValueError(
-            f"--rope-type longrope rotates all positions anew beyond {context} tokens, but "
-            f"{num_remembered} were rotated for a shorter sequence: start again without a "
-            "state, from all tokens."
+            f"--rope-type longrope uses other wavelengths beyond {context} tokens, but the "
+            f"state stores {num_remembered} keys rotated for a shorter sequence: run all "
+            "tokens again without the state."
         )
 
 
@@ -308,7 +309,7 @@ def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
 
 
 def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
-    """Return how a layer (counted from 0) gets keys of other context ranks, see the flag."""
+    """Return the ``--cp-comm-type`` of a layer (counted from 0), or its default."""
     if parallel.cp_comm_type:
         return parallel.cp_comm_type
     return "all_gather" if cannot_be_cut(config, layer) else "p2p"

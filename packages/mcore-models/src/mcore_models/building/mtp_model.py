@@ -1,8 +1,8 @@
 """Language models with multi-token prediction: batches, masks and losses of further tokens.
 
-Complete rows are shifted, before context ranks split them, so that the last token of a rank's
-chunk gets the first token of the next chunk. Each depth has a loss of its own, divided by its
-own global count of valid tokens and logged next to the main loss: ``mtp_1 loss`` and so on.
+Complete rows are shifted before context ranks split them, so that the last token of a rank's
+chunk gets the first token of the next chunk. Each depth has a separate loss, divided by the
+depth's global count of valid tokens and logged next to the main loss: ``mtp_1 loss`` and so on.
 """
 
 from abc import abstractmethod
@@ -44,7 +44,7 @@ class MTPLanguageModel(LanguageModel):
     """
 
     def add_further_losses(self) -> None:
-        """Declare entries and losses of every depth; called when the model is built."""
+        """Set ``entries`` and ``loss_coefficients`` for every depth; called when building."""
         depths = self.config.mtp_num_layers
         if depths:
             self.entries = _ENTRIES
@@ -76,18 +76,19 @@ class MTPLanguageModel(LanguageModel):
         positions: Int[Tensor, " T"],
         state: ModelState,
     ) -> Float[Tensor, "T 1 D"]:
-        """Run the first of these layers during generation; ``logits`` scores its result.
+        """Run the first of these layers to draft tokens; ``logits`` scores the result.
 
         Args:
-            hidden: normed result of ``forward``, or this method's result for the token before.
-            tokens: each one position after its hidden state.
+            hidden: normed result of ``forward``, or this method's result for the previous
+                token.
+            tokens: the token one position after each hidden state.
             positions: of the hidden states.
-            state: of earlier tokens in this layer; extended by these.
+            state: of earlier tokens in this layer; these tokens are appended.
         """
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """Entries of a language model, and those of each depth where they are used."""
+        """Entries of a language model, and the further tokens, labels and masks it reads."""
         names = super().read_entries
         if self.predicts_further:
             names |= {TOKENS, MTP_TOKENS}
@@ -99,23 +100,29 @@ class MTPLanguageModel(LanguageModel):
         """Add tokens, labels and masks of every depth, shifted within complete rows."""
         if not self.config.mtp_num_layers:
             return batch
-        found, ways = dict(batch), range(1, self.config.mtp_num_layers + 1)
+        prepared, shifts = dict(batch), range(1, self.config.mtp_num_layers + 1)
         for name, further in ((TOKENS, MTP_TOKENS), (LABELS, MTP_LABELS)):
             if name in batch:
-                found[further] = torch.stack([shifted(batch[name], by) for by in ways], -1)
+                prepared[further] = torch.stack([shifted(batch[name], by) for by in shifts], -1)
         if LOSS_MASK in batch:
             mask, borders = batch[LOSS_MASK], batch.get("cu_seqlens")
             documents = None if borders is None else Documents.from_cu_seqlens(borders)
             num_rows, length = mask.shape
-            valid = [has_token(num_rows, length, by, documents).to(mask.device) for by in ways]
-            masks = [shifted(mask, by) * ok for by, ok in zip(ways, valid, strict=True)]
-            found[MTP_MASK] = torch.stack(masks, -1)
-        return found
+            # A further token counts if it counts itself and is in the document of its position.
+            valid = [
+                has_token(num_rows, length, by, documents).to(mask.device) for by in shifts
+            ]
+            masks = [shifted(mask, by) * ok for by, ok in zip(shifts, valid, strict=True)]
+            prepared[MTP_MASK] = torch.stack(masks, -1)
+        return prepared
 
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward`` and the layers of every depth; later stages pass all states on."""
+        """Run ``forward``, then the layers of every depth on the stage that has them.
+
+        Later stages return the received hidden states of all depths unchanged.
+        """
         if isinstance(received, Mapping):
             hidden = received[LM_LOSS]
             wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -124,11 +131,12 @@ class MTPLanguageModel(LanguageModel):
         if not self.predicts_further:
             return hidden, aux
         assert isinstance(hidden, Tensor)
-        further, more = self.further_hidden(hidden, batch)
-        return {LM_LOSS: hidden, **dict(zip(self._names(), further, strict=True))}, aux + more
+        further, further_aux = self.further_hidden(hidden, batch)
+        payload = {LM_LOSS: hidden, **dict(zip(self._names(), further, strict=True))}
+        return payload, aux + further_aux
 
     def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shape of a hidden state, or of all depths after the stage that predicts further."""
+        """Return the shape of a hidden state; by depth after the stage with the MTP layers."""
         shape = super().payload_shape(batch, sender, num_cuts)
         mtp_stage = self.stage.mtp_stage
         if mtp_stage < 0 or sender < mtp_stage or isinstance(shape, Mapping):

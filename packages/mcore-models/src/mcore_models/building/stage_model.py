@@ -1,7 +1,7 @@
-"""Construction of GPT, BERT and T5 under a layout: one constructor, and their shared parts.
+"""``StageModel``: constructor and shared methods of GPT, BERT and T5 under a layout.
 
 The constructor checks model and layout, pads the vocabulary, sets up random streams and
-recomputation, calls ``build_parts``, which differs between models, and fills the weights.
+recomputation, calls the model's ``build_parts``, and fills the weights.
 """
 
 from abc import abstractmethod
@@ -45,7 +45,7 @@ class StageModel(TrainableModel):
         embedding: rows of tokens, where ``add_embedding`` was called.
         cp: ranks that share a sequence.
         cuts: ranks that split the tokens between mixers: ``tp`` under sequence parallelism,
-            else one.
+            otherwise a single rank.
         sequence_parallel: whether ``cuts`` has several ranks.
         recomputing: what backward recomputes.
         saved_by: ranks that each keep a slice of the input of a recomputed layer.
@@ -114,23 +114,23 @@ class StageModel(TrainableModel):
         self.padded_vocab_size = padded_vocab(
             vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
         )
-        num_places = count + config.mtp_num_layers
-        gemms = execution.gemms or (PLAIN_GEMMS,) * num_places
+        num_setups = count + config.mtp_num_layers
+        gemms = execution.gemms or (PLAIN_GEMMS,) * num_setups
         setups = [
             LayerSetup(
-                config=layer_config(config, min(place, count - 1)),
+                config=layer_config(config, min(index, count - 1)),
                 ctx=ctx,
-                layer=min(place, count - 1),  # further layers are built like the last one
+                layer=min(index, count - 1),  # MTP layers are built like the last layer
                 streams=self.streams,
                 moe=moe,
                 recomputing=recomputing,
                 kernels=execution.kernels,
-                gemms=gemms[place],
+                gemms=gemms[index],
                 parts=execution.parts,
                 device=device or ctx.device,
                 dtype=dtype,
             )
-            for place in range(num_places)
+            for index in range(num_setups)
         ]
         with MatricesOnMeta() if seed is None else nullcontext():
             self.build_parts(ctx, setups)
@@ -157,23 +157,23 @@ class StageModel(TrainableModel):
         )
 
     def vocab_split(self) -> dict[str, Any]:
-        """Keyword arguments of modules that hold rows of the vocabulary."""
+        """Return keyword arguments of modules that hold rows of the vocabulary."""
         return self.split() | {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
 
     def split(self) -> dict[str, Any]:
-        """Keyword arguments of modules that are split over the tensor ranks."""
+        """Return keyword arguments of modules that are split over the tensor ranks."""
         return {"axis": self.tp, "sequence_parallel": self.sequence_parallel}
 
     def run_blocks(
         self, blocks: Sequence[nn.Module], x: Tensor, inputs: Any, is_trained: bool
     ) -> Residual:
-        """Run blocks on the residual stream; communicates as they do.
+        """Run blocks on the residual stream; communicates as the blocks do.
 
         Args:
             blocks: in order.
             x: the stream before the first block.
             inputs: of all blocks.
-            is_trained: whether backward recomputes what ``recomputing`` names.
+            is_trained: whether recomputation applies.
         """
         stream = Residual.begin(x)
         recomputing = self.recomputing if is_trained else _KEEP_ALL
@@ -219,16 +219,17 @@ def check_inputs(
     is_counted: bool = True,
     flag: str = "--seq-length",
 ) -> int:
-    """Compare a pass's inputs with the model and its layout; no communication.
+    """Check the inputs of a forward pass against model and layout; no communication.
 
     Args:
         size: rows, and tokens of this context rank's part of each.
         state: of earlier tokens in the layers.
         documents: packed in the rows.
         config: of the model.
-        axes: ranks that split the sequence, and ranks that split a rank's part again (one rank
+        axes: context ranks, and the ranks that split a context rank's tokens (a single rank
             without sequence parallelism).
-        is_counted: positions continue from the state's length; else they are given.
+        is_counted: positions continue from the state's length; False: the caller passes them,
+            and the length is not checked.
         flag: option that sets the sequence length.
 
     Returns:
@@ -236,24 +237,29 @@ def check_inputs(
 
     Raises:
         ValueError: if the sequence is too long or cannot be split, a state is given under
-            context parallelism or with documents, or the documents are of other rows.
+            context parallelism or with documents, or the documents do not fit the rows.
     """
     (num_rows, num_tokens), (cp, tp) = size, axes
     if state is not None and cp.size > 1:
         raise ValueError(
-            f"a cache cannot be cut over --context-parallel-size {cp.size}: generate with 1."
+            f"--context-parallel-size {cp.size} does not support a cache of earlier tokens: "
+            "generate with --context-parallel-size 1."
         )
     remembered = 0 if state is None else state.length
     if is_counted:
         check_length(config, num_tokens * cp.size, remembered, flag)
     if num_tokens % tp.size:
         raise ValueError(
-            f"--sequence-parallel cannot cut {num_tokens} tokens over "
-            f"--tensor-model-parallel-size {tp.size}: use a {flag} that is a multiple."
+            f"--sequence-parallel cannot split {num_tokens} tokens over "
+            f"--tensor-model-parallel-size {tp.size}: use a {flag} that is a multiple of "
+            f"{tp.size}."
         )
     if documents is not None:
         if state is not None:
-            raise ValueError("a cache holds one document for each row: generate unpacked.")
+            raise ValueError(
+                "a cache of earlier tokens supports one document in each row: pass rows "
+                "without packed documents."
+            )
         documents.check(num_rows, num_tokens * cp.size)
     return num_tokens * cp.size + remembered
 
@@ -261,7 +267,7 @@ def check_inputs(
 def block_groups(
     blocks: Sequence[nn.Module], recomputing: RecomputeConfig
 ) -> Iterator[tuple[Sequence[nn.Module], bool]]:
-    """Group a stage's blocks into runs; yield each with whether it is recomputed together."""
+    """Yield groups of a stage's blocks, each with whether backward recomputes the group."""
     if recomputing.recompute_granularity != "full":
         yield blocks, False
         return

@@ -1,10 +1,10 @@
 """``attend``: causal attention over grouped heads, one function with several backends.
 
 Tensors have the sequence dimension first and are passed to kernels as strided views. On a GPU
-flash-attn-4 is used if it is installed, passes its trial and supports the shapes; otherwise
-torch's scaled_dot_product_attention prefers cuDNN to its own flash kernel: on an H200 with
-heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory.
-Packed documents use torch's variable-length kernel on a GPU, and a mask elsewhere.
+``auto`` uses flash-attn-4 if it is installed, passes its trial and supports the shapes.
+Otherwise it uses torch's scaled_dot_product_attention, with cuDNN before torch's flash kernel:
+on an H200 with heads of 128 channels cuDNN is 1.7 times as fast. Packed documents use torch's
+variable-length kernel on a GPU, and a mask elsewhere.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ GPU_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Torch's kernels in the order of their speed on H200; the first that supports the shapes is
-used."""
+"""Torch's kernels in the order of their speed on H200; torch uses the first that supports the
+shapes."""
 
 DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 """Torch's kernels with deterministic backward."""
@@ -65,7 +65,7 @@ def attend(
     sizes_repeat: bool = True,
     selection: Selection | None = None,
 ) -> Float[Tensor, "S B N J"]:
-    """Mix values by softmax(q·k) over the keys that each query attends to.
+    """Return values weighted by softmax(scale * q·k) over the keys that each query sees.
 
     Z is the number of keys. The last query is at the position of the last key: with Z > S the
     queries are the end of a longer sequence (a cache, or a slice of a context-parallel
@@ -74,29 +74,29 @@ def attend(
     Args:
         q: queries.
         k: keys, G dividing N.
-        v: values, whose width J may differ.
+        v: values; their width J may differ from H.
         causal: whether a query attends only to keys up to its own position.
         scale: of the scores; None: 1/sqrt(H).
-        window: earlier keys that a query attends to besides its own; -1: all. Only if causal.
-        chunk: chunk length; a query attends to keys of its own chunk of its document; 0: off.
+        window: keys before a query's own that the query attends to; -1: all. Only if causal.
+        chunk: chunk length; a query attends to keys of its chunk of its document; 0: off.
         softcap: scores become softcap x tanh(score / softcap); 0: unchanged.
-        sinks: a score of each head that is part of the softmax without a value. Caps and sinks
-            have no fused kernel: they are computed in plain torch.
-        slopes: of each head: scores fall by this for each token of distance, see ``alibi``.
+        sinks: a score of each head that takes part in the softmax without a value. Caps and
+            sinks are computed in plain torch, as no fused kernel supports them.
+        slopes: decrease of each head's scores for each token of distance, see ``alibi``.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
         documents: packed in the rows, whose first Z tokens are the keys; documents do not
-            attend to each other. Only if causal. On a GPU they have one kernel of their own.
-        backend: kernels to use; ``auto`` uses the fastest that supports the shapes, and under
-            ``torch.use_deterministic_algorithms`` the fastest deterministic one.
+            attend to each other. Only if causal.
+        backend: kernels to use; ``auto``: the fastest that supports the shapes, and is
+            deterministic under ``torch.use_deterministic_algorithms``.
         sizes_repeat: whether these sizes occur again. If not, ``auto`` excludes cuDNN, which
-            plans each new size for tenths of a second.
-        selection: q and k are packed with those of an indexer, which selects the keys of each
-            query, see ``selected_attention``; without the other options of scores.
+            takes tenths of a second to plan a new size.
+        selection: q and k are packed with queries and keys of an indexer, which selects the
+            keys of each query, see ``selected_attention``. Excludes other options of scores.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
-            causality, documents of another batch, or the named backend does not support these
-            tensors, options or device.
+            causality, documents that do not fit the batch, or a backend that does not support
+            these tensors, options or device.
     """
     if slopes is not None:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
@@ -105,8 +105,7 @@ def attend(
         others |= {"causal": causal, "sinks": sinks, "sizes_repeat": sizes_repeat}
         dtype = q.dtype
         if sinks is not None or backend == "local":
-            # Plain scores are rounded as they are computed, and scores of distant keys are
-            # large.
+            # Plain torch rounds scores to the dtype of q, and scores of distant keys are large.
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         y = attend(*with_distances(q, k, v, slopes, scale), scale=scale, **others)
         return y[..., :width].to(dtype)
@@ -119,9 +118,12 @@ def attend(
     num_queries, num_keys = q.shape[0], k.shape[0]
     rules = {"scale": scale, "window": window, "softcap": softcap, "dropout_prob": dropout_prob}
     if causal and num_queries > num_keys:
-        raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
+        raise ValueError(
+            f"{num_queries} causal queries need at least as many keys, not {num_keys}: add "
+            "the missing keys."
+        )
     if window >= 0 and not causal:
-        raise ValueError("an attention window needs causal attention")
+        raise ValueError("an attention window needs causal attention: set causal or no window.")
     if chunk and causal:
         more = {**rules, "sinks": sinks, "backend": backend, "sizes_repeat": sizes_repeat}
         return _in_chunks(q, k, v, chunk, partial(attend, **more))
@@ -130,7 +132,7 @@ def attend(
     is_plain = softcap > 0 or sinks is not None or backend == "local"
     if is_plain and backend not in ("auto", "unfused", "local"):
         raise ValueError(
-            f"--attention-backend {backend} has neither soft caps nor sinks: use auto or "
+            f"--attention-backend {backend} does not support soft caps and sinks: use auto or "
             "unfused, which compute them in plain torch."
         )
     if documents is not None:
@@ -148,9 +150,9 @@ def attend(
         return _plain(q, k, v, mask, scale, softcap, sinks, dropout_prob)
     if backend == "flash" and mask is not None and q.is_cuda:
         raise ValueError(
-            "--attention-backend flash is torch's own kernel here, which takes no mask "
-            "(windows, the end of a longer sequence): install flash-attn for windows, or use "
-            "auto."
+            "--attention-backend flash uses torch's own kernel, as flash-attn is not "
+            "installed. That kernel does not support masks (windows, the end of a longer "
+            "sequence): install flash-attn for windows, or use auto."
         )
     is_causal = causal and mask is None and num_queries > 1
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
@@ -160,10 +162,10 @@ def attend(
 def _in_chunks(
     q: Tensor, k: Tensor, v: Tensor, chunk: int, attend_causally: Callable[..., Tensor]
 ) -> Float[Tensor, "S B N J"]:
-    """Compute attention within chunks, without a mask: each is a causal sequence of its own.
+    """Return attention within chunks, computed as separate causal sequences without a mask.
 
-    Queries fall into up to three parts: the rest of a chunk whose earlier keys have no queries
-    here, whole chunks, which become rows of the batch, and the beginning of a last chunk.
+    Queries are in up to three parts: the rest of a chunk whose earlier keys have no queries,
+    complete chunks, which become rows of the batch, and the beginning of a last chunk.
     """
     S, B = q.shape[:2]
     begin = k.shape[0] - S  # position of the first query
@@ -197,7 +199,7 @@ def _mask(
     documents: Documents | None,
     is_plain: bool,
 ) -> Tensor | None:
-    """Return which keys each query attends to; None if the kernel's causal rule suffices."""
+    """Return a mask of the keys of each query; None if the kernel's causal rule suffices."""
     sizes = q.shape[0], k.shape[0]
     if documents is not None:
         seen = visible_keys(*sizes, window, q.device)
@@ -216,7 +218,7 @@ def _by_torch(
     backend: AttentionBackend,
     sizes_repeat: bool,
 ) -> Float[Tensor, "S B N J"]:
-    """Compute attention by torch's scaled_dot_product_attention."""
+    """Return attention by torch's scaled_dot_product_attention."""
     options["enable_gqa"] = q.shape[2] != k.shape[2]
     if q.is_cuda and not sizes_repeat and options["attn_mask"] is not None:
         # Without cuDNN no kernel supports both a mask and shared heads.
@@ -249,10 +251,10 @@ def _by_flash2(
     sinks: Tensor | None,
     rules: dict[str, Any],
 ) -> Tensor:
-    """Compute attention by flash-attn, named by the user; complete rows of documents only."""
+    """Return attention by flash-attn; packed documents must be complete rows."""
     why_not = flash2.misfit(q, v)
     if sinks is not None:
-        why_not = "it has no sinks"
+        why_not = "it does not support sinks"
     if documents is not None:
         _check_documents(documents, k, causal, "flash")
         if q.shape[0] != documents.length:
@@ -263,7 +265,7 @@ def _by_flash2(
 
 
 def _torch_backends(backend: AttentionBackend, sizes_repeat: bool = True) -> list[SDPBackend]:
-    """Return torch's kernels to choose from, under torch's setting for determinism."""
+    """Return torch's kernels for a backend, respecting torch's setting for determinism."""
     if backend == "auto" and torch.are_deterministic_algorithms_enabled():
         return DETERMINISTIC_BACKENDS
     if backend == "auto" and not sizes_repeat:
@@ -278,8 +280,8 @@ def _uses_flash4(
         why_not = flash4.refusal(q, v, dropout_prob)
         if why_not:
             raise ValueError(
-                f"--attention-backend flash4 cannot be used: {why_not}. Use auto, which takes "
-                "the fastest backend that can."
+                f"--attention-backend flash4 cannot be used: {why_not}. Use auto, which uses "
+                "the fastest supported backend."
             )
         return True
     return (
@@ -288,7 +290,7 @@ def _uses_flash4(
 
 
 def check_backend(backend: AttentionBackend) -> None:
-    """Raise ValueError if a backend cannot be used for any tensors."""
+    """Raise ValueError if a backend's package is not installed."""
     if backend == "flash4" and not flash4.is_installed():
         raise ValueError(f"--attention-backend flash4: {flash4.EXTRA}, or use auto.")
 
@@ -300,21 +302,21 @@ def visible_keys(
     device: torch.device | None = None,
     chunk: int = 0,
 ) -> Bool[Tensor, "S Z"]:
-    """Return which keys each query attends to; the last query is at the last key's position.
+    """Return a mask of each query's keys; the last query is at the last key's position.
 
     Args:
         num_queries: S.
         num_keys: Z.
-        window: earlier keys that a query attends to besides its own; -1: all.
+        window: keys before a query's own that the query attends to; -1: all.
         device: of the result.
         chunk: length of chunks that attention is limited to; 0: no chunks.
     """
-    place = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    query = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     key = torch.arange(num_keys, device=device)
-    seen = key <= place
+    visible = key <= query
     if chunk:
-        seen = seen & (key // chunk == place // chunk)
-    return seen if window < 0 else seen & (key >= place - window)
+        visible = visible & (key // chunk == query // chunk)
+    return visible if window < 0 else visible & (key >= query - window)
 
 
 def _plain(
@@ -327,9 +329,9 @@ def _plain(
     sinks: Tensor | None,
     dropout_prob: float,
 ) -> Float[Tensor, "S B N H"]:
-    """Compute attention with all scores in memory, float32 or wider; for caps and sinks.
+    """Return attention with caps and sinks; all scores are in memory, float32 or wider.
 
-    A sink's score is one more column of the softmax without a value: Xiao et al. 2023,
+    A sink's score is an additional column of the softmax without a value: Xiao et al. 2023,
     arXiv:2309.17453, in the learned form. Caps: Gemma team 2024, arXiv:2408.00118.
     """
     per_group = q.shape[2] // k.shape[2]
@@ -352,7 +354,7 @@ def _plain(
 def same_document(
     documents: Documents, num_queries: int, num_keys: int, device: torch.device | None = None
 ) -> Bool[Tensor, "B 1 S Z"]:
-    """Return which keys belong to a query's document, as a mask.
+    """Return a mask of the keys from the begin of each query's document on.
 
     Args:
         documents: of complete rows.
@@ -369,15 +371,17 @@ def _check_documents(
     documents: Documents, k: Tensor, causal: bool, backend: AttentionBackend
 ) -> None:
     if not causal:
-        raise ValueError("packed documents need causal attention")
+        raise ValueError("packed documents need causal attention: set causal, or unpack rows.")
     if backend == "flash4":
-        raise ValueError("--attention-backend flash4 takes no packed documents: use auto.")
+        raise ValueError(
+            "--attention-backend flash4 does not support packed documents: use auto."
+        )
     if len(documents.rows) != k.shape[1] or k.shape[0] > documents.length:
         documents.check(k.shape[1], k.shape[0])
 
 
 def takes_borders(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
-    """Whether torch's variable-length kernel supports these queries: 16-bit, on a GPU."""
+    """Return whether torch's variable-length kernel supports these queries."""
     is_short = q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     is_fused = backend not in ("unfused", "local")
@@ -387,12 +391,12 @@ def takes_borders(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int
 ) -> Tensor:
-    """Compute attention within documents by the variable-length kernel, without a mask."""
+    """Return attention within documents by the variable-length kernel, without a mask."""
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
     J = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - J))  # the kernel requires equal widths
-    # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], without a copy for B = 1.
+    # Ends of rows are borders too: [S, B, N, H] -> [B * S, N, H], without a copy for B = 1.
     flat_q, flat_k, flat_v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     out = varlen_attn(
         flat_q,

@@ -1,4 +1,4 @@
-"""Shared by wrappers of optional kernel packages: installed, usable, and without warnings."""
+"""Checks of optional kernel packages: whether they are installed and support the tensors."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @cache
 def is_installed(package: str) -> bool:
-    """Whether a package is installed; imports nothing."""
+    """Return whether a package is installed; imports nothing."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -21,14 +21,14 @@ def is_installed(package: str) -> bool:
 
 
 def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, extra: str) -> str:
-    """Return why kernels for 16-bit tensors on Hopper cannot be used; empty if they can.
+    """Return the reason why kernels for 16-bit tensors on Hopper cannot be used; '' if none.
 
-    What is installed is checked last, and so never by a call that is being compiled: torch's
-    compiler cannot trace the question.
+    Whether the package is installed is checked last, and never in a call that is being
+    compiled, as torch's compiler cannot trace this check.
 
     Args:
-        x: one of the tensors that they would read.
-        particular: further reasons: whether each applies, and its text.
+        x: one of the kernels' input tensors.
+        particular: further reasons, each a pair: whether the reason applies, and its text.
         package: provides the kernels.
         extra: the message if the package is not installed.
     """
@@ -37,15 +37,15 @@ def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, ext
         (not x.is_cuda, f"tensors are on {x.device.type}, not on a GPU"),
         (
             x.dtype not in (torch.bfloat16, torch.float16),
-            f"{x.dtype} is not a format of 16 bits",
+            f"{x.dtype} is not a 16-bit dtype",
         ),
         *particular,
     )
-    for is_so, reason in reasons:
-        if is_so:
+    for applies, reason in reasons:
+        if applies:
             return reason
     if torch.cuda.get_device_capability(x.device) != (9, 0):
-        return "the GPU is no Hopper (compute capability 9.0)"
+        return "the GPU is not a Hopper GPU (compute capability 9.0)"
     return "" if is_installed(package) else extra
 
 

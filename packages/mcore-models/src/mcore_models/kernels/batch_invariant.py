@@ -1,9 +1,10 @@
-"""Products and attention whose rows do not depend on the batch: the same bits in any batch.
+"""Matrix products and attention whose rows have the same bits in any batch.
 
-A GEMM library chooses its order of additions by the number of rows, and attention by the number
-of keys and their pages. Here every row is computed in one order: GEMMs in blocks of a fixed
-number of rows, attention in blocks of queries and keys that begin at multiples of the block's
-size. Training and an engine that decodes token by token then give equal log probabilities.
+GEMM libraries choose the order of summation by the number of rows, and attention kernels by the
+number of keys and their pages. Here every row is computed in one order: GEMMs in blocks of a
+fixed number of rows, attention in blocks of queries and keys that begin at multiples of the
+block's size. So training and an engine that decodes token by token have equal log
+probabilities.
 
 On a GPU both are Triton kernels with one tile size; on a CPU they are calls of torch on tensors
 of one shape. Only forward has a fixed order; gradients are those of plain torch.
@@ -27,13 +28,13 @@ from mcore_parallel.precision.gemm import Operands, PlainGemm
 BLOCK_ROWS = 16
 """Rows of a product, and queries of attention, that are computed together."""
 BLOCK_KEYS = 64
-"""Keys that attention adds at a time; a multiple of ``BLOCK_ROWS``."""
-_LOG_PROBS_WIDTH = 8  # entries to which rows are padded, so that all begin at 16 bytes
+"""Keys that attention processes at a time; a multiple of ``BLOCK_ROWS``."""
+_LOG_PROBS_WIDTH = 8  # row lengths are padded to a multiple, so that rows are 16-byte aligned
 
 _TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH = 64, 64, 64
 
 
-# Sizes that differ between batches select no other compiled kernel.
+# do_not_specialize: sizes that differ between batches must not select another compiled kernel.
 @triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def _product(
@@ -47,8 +48,8 @@ def _product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # One program: a tile of the output. It adds over ``depth`` from 0 on, whatever the number
-    # of rows, so that a row's sum has one order.
+    # One program: a tile of the output. The sum over ``depth`` always begins at 0, independent
+    # of the number of rows, so a row's sum has one order.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -91,7 +92,7 @@ def _attention(
     WIDTH: tl.constexpr,
 ):
     # One program: the queries of one block of positions, in one head. Blocks begin at multiples
-    # of QUERIES and of KEYS, so that a query meets the same blocks in every batch.
+    # of QUERIES and of KEYS, so that a query has the same blocks in every batch.
     block = first // QUERIES + tl.program_id(0)
     head = tl.program_id(1)
     group = head // (heads // groups)
@@ -113,7 +114,7 @@ def _attention(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         is_seen = (place[None, :] <= position[:, None]) & (place < num_keys)[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
-        # A block that a query does not see changes nothing: its weights are 0, its factor 1.
+        # A block without visible keys changes nothing: weights of 0, a factor of 1.
         new = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - new[:, None])
         factor = tl.exp(largest - new)
@@ -133,10 +134,10 @@ def _attention(
 def _product_plain(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"]
 ) -> Float[Tensor, "T N"]:
-    """Multiply blocks of rows, each in a call of torch on tensors of one shape."""
+    """Return ``x W^T``; each block of rows is a call of torch on tensors of one shape."""
     num_rows = len(x)
     padded = F.pad(x, (0, 0, 0, -num_rows % BLOCK_ROWS))
-    # A copy of each block: torch may choose its kernel by the alignment of memory too.
+    # Each block is copied, as torch may also choose its kernel by the alignment of memory.
     blocks = [F.linear(block.clone(), weight) for block in padded.split(BLOCK_ROWS)]
     return torch.cat(blocks)[:num_rows] if blocks else x.new_empty(0, len(weight))
 
@@ -157,7 +158,7 @@ def _product_samples(
 def fixed_order_product(
     x: Float[Tensor, "T K"], weight: Float[Tensor, "N K"]
 ) -> Float[Tensor, "T N"]:
-    """Return ``x W^T``; a row's bits depend on this row and on W alone."""
+    """Return ``x W^T``; a row's bits depend only on this row and on W."""
     x, weight = x.contiguous(), weight.contiguous()
     rows, columns = len(x), len(weight)
     out = x.new_empty(rows, columns)
@@ -174,7 +175,7 @@ def _attention_plain(
     v: Float[Tensor, "Z G H"],
     scale: float,
 ) -> Float[Tensor, "S N H"]:
-    """Mix values block by block with a running softmax, each block in tensors of one shape.
+    """Return attention, block by block with a running softmax, in tensors of one shape.
 
     Reference:
         Milakov and Gimelshein 2018, Online normalizer calculation, arXiv:1805.02867.
@@ -203,7 +204,7 @@ def _attention_plain(
             place = torch.arange(at, at + BLOCK_KEYS, device=q.device)
             is_seen = (place <= position) & (place < num_keys)
             scores = scores.masked_fill(~is_seen, -torch.inf)
-            # A block that a query does not see changes nothing: weights of 0, a factor of 1.
+            # A block without visible keys changes nothing: weights of 0, a factor of 1.
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
             weights, factor = (scores - new).exp(), (largest - new).exp()
             total = total * factor + weights.sum(-1, keepdim=True)
@@ -236,9 +237,10 @@ def fixed_order_attention(
     v: Float[Tensor, "Z G H"],
     scale: float,
 ) -> Float[Tensor, "S N H"]:
-    """Attend causally within one text; the last query is at the position of the last key.
+    """Return causal attention in one text; the last query is at the position of the last key.
 
-    A query's bits depend on its own numbers and on the keys and values up to its position.
+    The bits of a query's output depend only on this query, and on keys and values up to its
+    position.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     (num_queries, heads, width), (num_keys, groups, _) = q.shape, k.shape
@@ -270,7 +272,7 @@ class BatchInvariantGemm(PlainGemm):
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y and x."""
+        """Return y, and x as the operand that backward needs."""
         y = fixed_order_product(x.detach().flatten(0, -2), weight.detach())
         y = y.unflatten(0, x.shape[:-1])
         return (y if bias is None else y + bias), (x,)
@@ -324,7 +326,7 @@ def invariant_attention(
     v: Float[Tensor, "S B G H"],
     scale: float | None = None,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend causally from every token of complete texts, in a fixed order.
+    """Return causal attention over complete texts, in a fixed order.
 
     Backward computes the gradient of plain attention by torch's kernels.
     """
@@ -337,6 +339,6 @@ def token_log_probs(
     """Return the log probabilities of tokens, float32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if scores.is_cuda:
-        # torch's kernel adds rows that begin at other multiples of 16 bytes in another order.
+        # torch's kernel sums rows with another alignment to 16 bytes in another order.
         scores = F.pad(scores, (0, -scores.shape[-1] % _LOG_PROBS_WIDTH), value=-torch.inf)
     return scores.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -1,6 +1,6 @@
-"""``--batch-invariant-mode``: a model whose results do not depend on the batch, to the bit.
+"""``--batch-invariant-mode``: a model whose outputs have the same bits in any batch.
 
-``use_batch_invariant_kernels`` changes the computation of a finished model, in training or in
+``use_batch_invariant_kernels`` changes the computation of a complete model, in training or in
 an engine. Parameters, checkpoints and gradients are unchanged; see ``batch_invariant``.
 """
 
@@ -42,24 +42,28 @@ _ROWWISE = (
     *(Experts, Router, RMSNorm, LayerNorm, HeadNorm),
     *(VocabParallelEmbedding, VocabParallelHead, PositionEmbedding),
 )
-"""Modules with parameters of their own that have kernels here, or compute row by row."""
+"""Modules with parameters that have kernels here, or compute row by row."""
 _VECTOR = 64  # a multiple of the elements that a CPU's vectors hold
 
 
 def use_batch_invariant_kernels(model: nn.Module) -> None:
-    """Make a model's linears, experts, router, attention and head add in a fixed order.
+    """Make a model's linears, experts, router, attention and head sum in a fixed order.
 
     Changes the model in place, before any forward; no communication. An engine of the model
-    then attends in the same order.
+    then computes attention in the same order.
 
     Args:
         model: a GPT or a stage of one, in training or in eval mode.
 
     Raises:
-        ValueError: naming everything in the model that has no such kernels.
+        ValueError: for parts or options of the model without such kernels; names all of them.
     """
     if problems := _problems(model):
-        raise ValueError(f"{FLAG} does not cover " + ", ".join(problems) + ".")
+        raise ValueError(
+            f"{FLAG} does not support "
+            + ", ".join(problems)
+            + ". Leave these out, or the mode."
+        )
     assert isinstance(model, GPT)
     gemm = BatchInvariantGemm()
     for module in model.modules():
@@ -75,12 +79,12 @@ def use_batch_invariant_kernels(model: nn.Module) -> None:
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
-    """Whether ``use_batch_invariant_kernels`` has changed a model."""
+    """Return whether ``use_batch_invariant_kernels`` has changed a model."""
     return isinstance(model, GPT) and isinstance(model.head_gemm, BatchInvariantGemm)
 
 
 def _problems(model: nn.Module) -> list[str]:
-    """List what keeps a model's results from being independent of the batch."""
+    """Return the parts and options of a model that the mode does not support."""
     if not isinstance(model, GPT):
         return [f"a {type(model).__name__} (only GPT)"]
     config = model.config
@@ -144,7 +148,7 @@ def _problems_of_experts(layer: MoELayer) -> list[str]:
 
 
 def _problems_of_gemms(model: GPT) -> list[str]:
-    """Try whether a row's bits depend on its place in a block."""
+    """Return shapes of GEMMs, found by trial, in which a row's bits depend on its position."""
     problems = []
     device = _device(model)
     like: dict[str, Any] = {"dtype": model.dtype, "device": device}
@@ -155,16 +159,16 @@ def _problems_of_gemms(model: GPT) -> list[str]:
         if not torch.equal(y, y[:1].expand_as(y)):
             problems.append(
                 f"this device's product of {shape[1]} by {shape[0]}, which rounds rows by "
-                "their place: set OMP_NUM_THREADS=1"
+                "position: set OMP_NUM_THREADS=1"
             )
     return problems
 
 
 def _problems_of_activation(model: GPT) -> list[str]:
-    """Try whether an activation rounds the last elements of a tensor otherwise.
+    """Return the activation, if by trial it rounds the last elements of a tensor differently.
 
-    On a CPU torch computes whole vectors by one function, the rest of a thread's share by
-    another.
+    On a CPU torch computes complete vectors by one function, and the rest of a thread's share
+    by another.
     """
     name = activation(model.config)
     device = _device(model)
@@ -202,7 +206,7 @@ def _experts_linear(
 def _by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     *parts, rest = rows_by_expert(x, offsets)
     linear = partial(invariant_linear, bias=None)
-    results = [linear(rows, one) for rows, one in zip(parts, weight, strict=True)]
+    results = [linear(rows, matrix) for rows, matrix in zip(parts, weight, strict=True)]
     return torch.cat([*results, x.new_zeros(rest.shape[0], weight.shape[1])])
 
 
@@ -215,9 +219,9 @@ def _attend(
     documents: Documents | None = None,
     **_without_effect: Any,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend as ``kernels.attention_backends.attend`` with plain, causal scores."""
+    """Return causal attention with plain scores; arguments as in ``attend``."""
     if documents is not None:
         raise ValueError(
-            f"{FLAG} does not cover packed documents: give every document a row of its own."
+            f"{FLAG} does not support packed documents: use a separate row for each document."
         )
     return invariant_attention(q, k, v, scale)

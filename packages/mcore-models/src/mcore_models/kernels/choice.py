@@ -1,4 +1,4 @@
-"""Optional kernels that a model may use, so that ranks agree on them before training."""
+"""List of the optional kernels that a model may use, on which ranks agree before training."""
 
 from collections.abc import Hashable
 
@@ -42,46 +42,46 @@ def optional_kernels(
     fp8: Fp8Config = _NO_FP8,
     moe: MoEConfig = _NO_EXPERTS,
 ) -> list[Choice]:
-    """List the kernels that a training step may use on a GPU, for ``agree_on_kernels``."""
+    """Return the kernels that a training step may use on a GPU, for ``agree_on_kernels``."""
     H = head_dim(config)
-    found: list[Choice] = [
+    choices: list[Choice] = [
         (add_rows_, ()),
         (adamw_update, ()),
     ]
     if dtype == torch.float64:
-        return found
+        return choices
     if dtype == torch.bfloat16:
-        found.append((round_by_salt_, ()))
-    found += [(loss.row_stats, (dtype,)), (loss.softmax_gradient_, (dtype,))]
-    found += _of_fp8(config, dtype, fp8)
+        choices.append((round_by_salt_, ()))
+    choices += [(loss.row_stats, (dtype,)), (loss.softmax_gradient_, (dtype,))]
+    choices += _of_fp8(config, dtype, fp8)
     if kernels.batch_invariant_mode:
-        found.append((fixed_order_product, (dtype,)))
-        found.append((fixed_order_attention, (dtype, head_dim(config))))
+        choices.append((fixed_order_product, (dtype,)))
+        choices.append((fixed_order_attention, (dtype, head_dim(config))))
     if NARROWEST <= config.hidden_size <= WIDEST:
-        found += [(norm, (dtype,)), (add_and_norm, (dtype,))]
+        choices += [(norm, (dtype,)), (add_and_norm, (dtype,))]
     if is_gated(config) and activation(config) in KINDS:
-        found.append((gated, (dtype,)))
+        choices.append((gated, (dtype,)))
     if moe.num_experts:
         of_rows = rows.plan_choices, rows.copy_to_rows, rows.sum_rows, rows.put_rows
-        found += [(kernel, ()) for kernel in (*of_rows, top_experts)]
+        choices += [(kernel, ()) for kernel in (*of_rows, top_experts)]
         if is_gated(config) and activation(config) in KINDS:
-            found.append((weighted_gated, (dtype,)))
+            choices.append((weighted_gated, (dtype,)))
         if dtype == torch.bfloat16 and quack_gemm.fits(device):
-            found.append((quack_gemm.multiply_by_tile, ()))
-            found.append((quack_gemm.add_weight_gradient, ()))
+            choices.append((quack_gemm.multiply_by_tile, ()))
+            choices.append((quack_gemm.add_weight_gradient, ()))
     pattern = config.hybrid_override_pattern
-    found += _of_recurrent_layers(config, dtype)
+    choices += _of_recurrent_layers(config, dtype)
     if pattern and "*" not in pattern:
-        return found
+        return choices
     if rotary := rotary_kernel(config):
-        found.append((rotary, (dtype, H)))
+        choices.append((rotary, (dtype, H)))
     if kernels.attention_backend in ("auto", "flash4") and has_plain_scores(config):
         heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
         shapes = zip(heads, (H, value_dim(config)), strict=True)
         q, v = (torch.empty(1, 1, *shape, device=device, dtype=dtype) for shape in shapes)
         if not flash4.misfit(q, v, config.attention_dropout):
-            found.append((flash4.flash4_attention, flash4.kind(q, v)))
-    return found
+            choices.append((flash4.flash4_attention, flash4.kind(q, v)))
+    return choices
 
 
 def _of_fp8(config: TransformerConfig, dtype: torch.dtype, fp8: Fp8Config) -> list[Choice]:
@@ -93,25 +93,25 @@ def _of_fp8(config: TransformerConfig, dtype: torch.dtype, fp8: Fp8Config) -> li
         return [(kernel, (dtype,)) for kernel in casts]
     flat = fp8_cast.cast_flat, fp8_cast.dequantize_flat
     casts = fp8_cast.largest_magnitude, fp8_cast.cast_by, *flat
-    found: list[Choice] = [(kernel, (dtype,)) for kernel in casts]
+    choices: list[Choice] = [(kernel, (dtype,)) for kernel in casts]
     if is_gated(config) and activation(config) in KINDS:
-        found += [(largest_gated, (dtype,)), (cast_gated, (dtype,))]
-    return found
+        choices += [(largest_gated, (dtype,)), (cast_gated, (dtype,))]
+    return choices
 
 
 def _of_recurrent_layers(config: TransformerConfig, dtype: torch.dtype) -> list[Choice]:
     letters = set(config.hybrid_override_pattern)
-    found: list[Choice] = []
+    choices: list[Choice] = []
     if "G" in letters or ("M" in letters and config.mamba_norm != "none"):
-        found.append((gated_norm, (dtype,)))
+        choices.append((gated_norm, (dtype,)))
     if letters & {"M", "G"}:
-        found.append((conv_silu, (dtype,)))
+        choices.append((conv_silu, (dtype,)))
     if "G" in letters:
         fitting = kernel_widths(config.linear_key_head_dim, config.linear_value_head_dim)
         if dtype in NARROW and fitting:
-            found.append((gated_delta_rule, (dtype, *fitting)))
+            choices.append((gated_delta_rule, (dtype, *fitting)))
     if "M" in letters:
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and is_kernel_width(*widths):
-            found.append((ssd, (dtype, *widths)))
-    return found
+            choices.append((ssd, (dtype, *widths)))
+    return choices

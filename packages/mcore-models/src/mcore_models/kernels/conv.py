@@ -1,8 +1,8 @@
 """The short causal convolution of recurrent layers: Triton kernels and reference.
 
-A program computes a tile of tokens and channels; its few earlier tokens come from the cache.
-Backward writes the gradient before the activation once, in the inputs' dtype, and sums the
-weights' gradients over each tile; the tiles are then summed in a fixed order.
+A program computes a tile of tokens and channels; it reads the W - 1 tokens before the tile
+from the L2 cache. Backward writes the gradient before the activation once, in the inputs'
+dtype, and sums the weights' gradients over each tile; the tiles are summed in a fixed order.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _TOKENS, _CHANNELS = 32, 128
 @triton.jit
 @no_type_check
 def _tile(length, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return tokens, channels and the mask of those inside the tensor."""
+    """Return the tokens and channels of a tile, and the mask of elements inside the tensor."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     return token.to(tl.int64), channel, (token < length)[:, None] & (channel < width)[None, :]
@@ -40,7 +40,7 @@ def _tile(length, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
 def _before(
     x, x_token, x_row, docs, token, channel, mine, lag, inside, batch, HAS_DOCS: tl.constexpr
 ):  # fmt: skip
-    """Load the tokens ``lag`` before those of a tile; 0 if not of the same document."""
+    """Load the inputs ``lag`` tokens before a tile's tokens; 0 if of another document."""
     earlier = token - lag
     sees = earlier >= 0
     row = tl.program_id(2)
@@ -58,7 +58,7 @@ def _mixed(
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a tile."""
+    """Return the convolution of a tile, float32, before the activation."""
     result = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for lag in tl.static_range(W):
         tap = tl.load(weight + channel * W + (W - 1 - lag), mask=channel < width, other=0.0)
@@ -99,7 +99,7 @@ def _before_activation(
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient before SiLU, and a tile's share of those of weight and bias."""
+    """Write the gradient before SiLU, and a tile's share of weight and bias gradients."""
     token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
     row = tl.program_id(2)
     mine = tl.zeros([TOKENS], tl.int32)
@@ -132,7 +132,7 @@ def _inputs(
     dmixed, weight, docs, dx, length, batch, width,
     W: tl.constexpr, HAS_DOCS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the inputs' gradient from later tokens of the same document."""
+    """Write the inputs' gradient, a sum over later tokens of the same document."""
     token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
     row = tl.program_id(2)
     mine = tl.zeros([TOKENS], tl.int32)
@@ -203,14 +203,14 @@ def causal_conv(
     starts: Bool[Tensor, "S B"] | None = None,
     before: Float[Tensor, "w B F"] | None = None,
 ) -> Float[Tensor, "S B F"]:
-    """Mix every channel over its last W tokens; no communication.
+    """Return the convolution of every channel over its last W tokens; no communication.
 
     Args:
         x: inputs.
-        weight: of each channel, the newest token's last.
+        weight: of each channel; the newest token's weight is last.
         bias: of each channel.
-        starts: first tokens of documents, which are not mixed with earlier tokens.
-        before: the W - 1 inputs before the first; None: zeros.
+        starts: mask of the first tokens of documents; earlier tokens do not contribute.
+        before: the W - 1 inputs before the first input; None: zeros.
     """
     width, length = weight.shape[-1], x.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -264,7 +264,7 @@ def conv_silu(
     starts: Bool[Tensor, "S B"] | None = None,
     before: Float[Tensor, "w B F"] | None = None,  # noqa: ARG001 - the reference continues
 ) -> Float[Tensor, "S B F"]:
-    """Apply SiLU to ``causal_conv``, with the same arguments; one kernel on a GPU."""
+    """Return SiLU of ``causal_conv``, with the same arguments; one kernel on a GPU."""
     # Document numbers: tokens with equal numbers are mixed.
     docs = None if starts is None else starts.cumsum(0, dtype=torch.int32)
     x = x if x.stride(2) == 1 else x.contiguous()

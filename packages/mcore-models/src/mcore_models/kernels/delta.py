@@ -1,7 +1,7 @@
 """The gated delta rule: a decaying state, corrected at each token's key, computed by chunks.
 
-Every head has a state M of K x H numbers. A token lets it decay, replaces a share of the value
-stored under the token's key by the token's value, and reads it by the token's query:
+Every head has a state M of K x H numbers. At each token the state decays, a share of the value
+stored under the token's key is replaced by the token's value, and the query reads the state:
 
     M_t = e^{g_t} M_{t-1}
     M_t = M_t + k_t (beta_t (v_t - M_t^T k_t))^T        o_t = M_t^T q_t
@@ -100,7 +100,7 @@ def _corrections(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     HAS_DOCS: tl.constexpr, IS_SOLVED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Solve a chunk's system for its values, and for what its keys subtract from the state."""
+    """Solve a chunk's system for its values, and for the part of the state that keys erase."""
     chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
@@ -268,11 +268,11 @@ class _Call:
         }
 
     def of_heads(self, *numbers: int) -> list[Tensor]:
-        """Allocate numbers of these sizes for each token and value head."""
+        """Return empty tensors of these sizes for each token and value head."""
         return [self.v.new_empty(*self.v.shape[:3], number) for number in numbers]
 
     def corrections(self, inverse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inverse systems, corrected values, and what keys subtract from a state."""
+        """Return inverse systems, corrected values, and what keys erase from the state."""
         new, erased = self.of_heads(self.channels, self.numbers)
         solved = self.of_heads(CHUNK)[0] if inverse is None else inverse
         _corrections[self.per_head](
@@ -505,7 +505,7 @@ def in_widths(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
+    """Return ``gated_delta_rule``, computed by a rule for keys and values of other widths.
 
     Zero padding of keys and values changes nothing. The columns of a state are independent, so
     a wider value is split into several heads with the same decay, share and key.

@@ -1,7 +1,8 @@
 """Weights dequantized from 4-bit codes, levels and scales: Triton kernel and reference.
 
-A program reads bytes with two codes each, looks both levels up, multiplies them by the scale of
-their block of 64 and writes the rounded numbers. The reference gives the same bits.
+A program reads bytes with two codes each, looks up the levels of both codes, multiplies the
+levels by the scale of their block of 64 columns, and writes the rounded products. The reference
+has the same bits.
 """
 
 from collections.abc import Iterator
@@ -24,22 +25,22 @@ def _widen(
     codes, scales, levels, out, num_bytes, row_bytes, columns,
     IS_WHOLE: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    inside = at < num_bytes
-    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    # 64 columns, two to a byte, share a scale.
-    scale = tl.load(scales + at // 32, mask=inside, other=0.0)
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    inside = byte < num_bytes
+    code = tl.load(codes + byte, mask=inside, other=0).to(tl.int32)
+    # 64 columns, so 32 bytes, share a scale.
+    scale = tl.load(scales + byte // 32, mask=inside, other=0.0)
     even = tl.load(levels + (code & 15)) * scale
     odd = tl.load(levels + (code >> 4)) * scale
     pairs = tl.interleave(even, odd).to(out.dtype.element_ty)
-    place = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    there = place < 2 * num_bytes
-    if not IS_WHOLE:  # the last block of a row is partial
-        row = place // (2 * row_bytes)
-        column = place - row * (2 * row_bytes)
-        there = there & (column < columns)
-        place = row * columns + column
-    tl.store(out + place, pairs, mask=there)
+    element = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
+    is_stored = element < 2 * num_bytes
+    if not IS_WHOLE:  # the last block of a row is partial: skip its padding
+        row = element // (2 * row_bytes)
+        column = element - row * (2 * row_bytes)
+        is_stored = is_stored & (column < columns)
+        element = row * columns + column
+    tl.store(out + element, pairs, mask=is_stored)
 
 
 def _plain(
@@ -76,13 +77,13 @@ def widen_levels(
     levels: Float[Tensor, "16"],
     out: Float[Tensor, "F D"],
 ) -> None:
-    """Write levels times scales into a contiguous matrix of any dtype; D <= 64 blocks.
+    """Write the levels of codes times their scales to ``out``; D <= 64 * blocks.
 
     Args:
-        codes: contiguous; the even column's level in the low bits.
-        scales: contiguous, of each 64 columns.
+        codes: contiguous; the code of the even column is in the low bits.
+        scales: contiguous, one for each 64 columns.
         levels: number of each code, float32.
-        out: written.
+        out: contiguous, of any dtype.
     """
     columns, row_bytes = out.shape[1], codes.shape[1] * codes.shape[2]
     num_bytes = codes.numel()

@@ -1,9 +1,9 @@
 """Attention by flash-attn-4, the fastest measured on Hopper: an extra, imported when used.
 
 On an H200, causal, 32 heads of 128 channels over 8192 tokens: 636 TFLOP/s forward and 550
-backward, where cuDNN has 564 and 487. The package compiles its kernels at the first call for a
-kind of shape, some seconds each. Tensors keep the sequence dimension first: results are written
-through strided views.
+backward; cuDNN has 564 and 487. The package compiles its kernels in the first call for a kind
+of shape, in some seconds each. Tensors keep the sequence dimension first: the kernels write
+results through strided views.
 
 ``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
 """
@@ -30,31 +30,31 @@ _PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
 _SIZES = (64, 128)
 _SHORTEST = 1024
-"""Queries below which the launch costs more than the faster kernel gains."""
+"""Number of queries below which the launch costs more than the faster kernel saves."""
 
 
 def is_installed() -> bool:
-    """Whether the package is installed; imports nothing."""
+    """Return whether the package is installed; imports nothing."""
     return availability.is_installed(_PACKAGE)
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Return why these tensors need another backend; empty if they do not.
+    """Return the reason why these tensors need another backend; empty if they do not.
 
-    The kernels are tried the first time that no other reason excludes them.
+    The first call without another reason runs the kernels' trial.
     """
     why_not = misfit(q, v, dropout_prob)
     return why_not or kernel_failure(flash4_attention, q.device, *kind(q, v))
 
 
 def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Return why the kernels do not support these tensors or device; runs no trial."""
+    """Return the reason why the kernels do not support tensors or device; runs no trial."""
     particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
             f"heads have {q.shape[-1]} and {v.shape[-1]} channels, not 64 or 128",
         ),
-        (dropout_prob > 0.0, "attention weights are to be dropped"),
+        (dropout_prob > 0.0, "it does not support --attention-dropout"),
     )
     return availability.refusal(q, particular, _PACKAGE, EXTRA)
 
@@ -65,7 +65,7 @@ def kind(q: Tensor, v: Tensor) -> tuple[torch.dtype, int, int]:
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:
-    """Whether it was measured to be faster than cuDNN for these tensors."""
+    """Return whether flash-attn-4 was faster than cuDNN for this number of tokens."""
     return min(q.shape[0], k.shape[0]) >= _SHORTEST
 
 
@@ -78,7 +78,7 @@ def _plain(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    # Written out in float32: torch's kernels may refuse under deterministic algorithms.
+    # In float32 by plain operations: torch's kernels may refuse deterministic algorithms.
     assert causal
     assert scale is None
     assert window < 0
@@ -114,7 +114,7 @@ def flash4_attention(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    """Compute attention by flash-attn-4; arguments as of ``attention_backends.attend``.
+    """Return attention by flash-attn-4; arguments as in ``attention_backends.attend``.
 
     The gradient is reproducible under torch's deterministic algorithms.
     """
@@ -193,14 +193,14 @@ def _backward(
 
 
 def load() -> Any:
-    """Import the package, which takes seconds the first time, and return its interface."""
+    """Return the package's interface; the first call imports it, which takes seconds."""
     return import_module("flash_attn.cute.interface")
 
 
 def forward_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B N"]]:
-    """Compute a block of attention for ``fused_blocks``; see ``BlockAttention``."""
+    """Return output and log-sum-exps of a block of attention; see ``BlockAttention``."""
     out, lse = _forward(q, k, v, causal)
     return out, lse.permute(2, 0, 1)  # [B, N, S] -> [S, B, N]
 

@@ -1,8 +1,8 @@
-"""Attention by flash-attn 2, which is compiled on the host: imported only if it is named.
+"""Attention by the package flash-attn 2, imported only for ``--attention-backend flash``.
 
-``--attention-backend flash`` uses it if it is installed, and torch's own flash kernel
-otherwise. It was not run by the developers of this package: tests check its published interface
-by a stub.
+``--attention-backend flash`` uses flash-attn if it is installed, otherwise torch's own flash
+kernel. flash-attn must be compiled on the host, and was not run by the developers of this
+package: tests check calls of its published interface with a stub.
 
 Reference:
     Dao 2023, FlashAttention-2. arXiv:2307.08691.
@@ -23,15 +23,15 @@ _WIDEST = 256
 
 
 def is_installed() -> bool:
-    """Whether the package is installed; imports nothing."""
+    """Return whether the package is installed; imports nothing."""
     return availability.is_installed(_PACKAGE)
 
 
 def misfit(q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> str:
-    """Return why the kernels do not support these tensors; empty if they do."""
+    """Return the reason why the kernels do not support these tensors; empty if they do."""
     widths = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{q.dtype} is not a format of 16 bits"
+        return f"{q.dtype} is not a 16-bit dtype"
     if widths[1] > widths[0] or widths[0] > _WIDEST or widths[0] % 8:
         return f"heads have {widths[0]} and {widths[1]} channels, not multiples of 8 up to 256"
     return ""
@@ -49,13 +49,13 @@ def flash_attention(
     dropout_prob: float,
     documents: Documents | None = None,
 ) -> Float[Tensor, "S B N J"]:
-    """Compute attention by flash-attn 2; arguments as of ``attention_backends.attend``.
+    """Return attention by flash-attn 2; arguments as in ``attention_backends.attend``.
 
     The gradient is reproducible under torch's deterministic algorithms.
     """
     kernels, J = import_module("flash_attn"), v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - J))  # the kernel requires equal widths
-    rules = {
+    options = {
         "dropout_p": dropout_prob,
         "softmax_scale": scale,
         "causal": causal,
@@ -65,11 +65,11 @@ def flash_attention(
     }
     batch_first = [t.transpose(0, 1) for t in (q, k, v)]  # [S, B, N, H] -> [B, S, N, H]
     if documents is None:
-        return kernels.flash_attn_func(*batch_first, **rules).transpose(0, 1)[..., :J]
+        return kernels.flash_attn_func(*batch_first, **options).transpose(0, 1)[..., :J]
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
-    # The rows' ends are borders too: [B, S, N, H] -> [B * S, N, H].
+    # Ends of rows are borders between documents: [B, S, N, H] -> [B * S, N, H].
     flat = (t.flatten(0, 1) for t in batch_first)
     lengths = borders, borders, longest, longest
-    out = kernels.flash_attn_varlen_func(*flat, *lengths, **rules)
+    out = kernels.flash_attn_varlen_func(*flat, *lengths, **options)
     return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)[..., :J]

@@ -1,9 +1,10 @@
 """Blocks of attention on a GPU, for ring attention and attention to gathered keys.
 
-Dense blocks use the kernel of ``--attention-backend``, or the fastest. cuDNN plans every new
-shape for longer than a step, and flash-attn-4 compiles: so blocks of packed rows, whose lengths
-change with every batch, use torch's flash kernels, as do heads wider than cuDNN's blocks were
-tested with. The reference is ``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
+Dense blocks use the kernel of ``--attention-backend``, or the fastest kernel. For a new shape
+cuDNN plans longer than a step takes, and flash-attn-4 compiles. So blocks of packed rows, whose
+lengths change with every batch, use torch's flash kernels; so do heads that are wider than
+cuDNN's blocks were tested with. The reference is
+``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
         q: ``[S, B, N, H]``; fused kernels require 16-bit numbers and heads of up to 256
             channels, a multiple of 8.
         v: ``[Z, B, G, J]``; fused kernels require as many channels.
-        backend: as of ``attention_backends.attend``.
+        backend: as in ``attention_backends.attend``.
     """
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)
@@ -39,8 +40,8 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
         raise ValueError(f"--attention-backend flash4 cannot be used: {refusal}. Use auto.")
     if backend in ("fused", "flash") and not fits:
         raise ValueError(
-            f"--attention-backend {backend} cannot be used over context ranks for {q.dtype} "
-            f"and heads of {H} channels on {q.device.type}: use auto."
+            f"--attention-backend {backend} does not support {q.dtype} and heads of {H} "
+            f"channels on {q.device.type} over context ranks: use auto."
         )
     if tries_flash4 and not refusal:
         return FLASH4_BLOCKS
@@ -50,7 +51,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
 
 
 def has_fused_width(channels: int) -> bool:
-    """Whether fused blocks support heads of this width."""
+    """Return whether fused blocks support heads of this width."""
     return channels in range(8, WIDEST + 1, 8)
 
 
@@ -151,7 +152,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _dense_by(dense_forward: Forward, dense_backward: Backward) -> BlockAttention:
-    """Return blocks with given kernels for dense blocks and flash kernels for packed ones."""
+    """Return blocks with the given kernels if dense, and torch's flash kernels if packed."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None

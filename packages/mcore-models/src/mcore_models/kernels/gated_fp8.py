@@ -1,9 +1,10 @@
 """A gated activation, or its gradient, computed and cast to fp8: Triton kernels and references.
 
-One program reads a tile of gate and up-projection, and in backward one of the output's
-gradient; it rounds the result to the tensor's own dtype and casts it like
-``mcore_parallel.kernels.fp8_cast``, in both orders. A pass over rows finds the largest
-magnitude. The result has the bits of ``mcore_moe.kernels.gate`` followed by that cast.
+One program reads a tile of gate and up-projection, and in backward a tile of the output's
+gradient. It rounds the result to the tensor's dtype and casts it as
+``mcore_parallel.kernels.fp8_cast`` does, to the matrix and its transpose. Another kernel
+computes the largest magnitude by rows. The result has the same bits as
+``mcore_moe.kernels.gate`` followed by that cast.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton,
 _TILES = (16, 128, 8), (16, 64, 4)
 """Words of the transpose, columns and warps of a program, for outputs and for gradients."""
 _LANES, _LANE_WARPS = 2048, 8
-"""Columns of a program that finds the largest magnitude of a row."""
+"""Columns and warps of a program that computes the largest magnitude of a row."""
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def gate_reference(
 ) -> Float[Tensor, "T _"]:
     """Return activation(gate) * up, or with ``grad`` the gradient of x, rounded to x's dtype.
 
-    Computed in float32 without any kernel, since a trial must not start another trial.
+    Computed in float32 without optional kernels, since a kernel's trial must not start another.
     """
     leaf = x.detach().float().requires_grad_()
     with torch.enable_grad():
@@ -215,17 +216,17 @@ def cast_gated(
     has_rows: bool = True,
     seen: Float[Tensor, " 1"] | None = None,
 ) -> Fp8:
-    """Cast activation(gate) * up, or with ``grad`` the gradient of x.
+    """Return activation(gate) * up in fp8, or with ``grad`` the gradient of x in fp8.
 
     Args:
         x: gate and up-projection, contiguous, 16 bits; T is a multiple of 4.
         grad: of the output.
         activation: see ``mcore_moe.kernels.gate.KINDS``.
-        amax: the magnitude that becomes the format's largest number.
+        amax: the magnitude that is scaled to the format's largest number.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        has_rows: whether to write the matrix in its own order in addition to its transpose.
-        seen: float32, 0 or above; raised in place to the largest magnitude. Values that are not
-            finite make it NaN, and their neighbours in the kernel's tile too.
+        has_rows: whether to write the matrix in addition to its transpose.
+        seen: float32, 0 or above; raised in place to the largest magnitude. A value that is not
+            finite makes ``seen`` NaN, and also its neighbours in the kernel's tile.
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
     wide = width if grad is None else 2 * width

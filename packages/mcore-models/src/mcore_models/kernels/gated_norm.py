@@ -1,4 +1,4 @@
-"""A norm and a gate by groups of channels: Triton kernels and reference.
+"""RMSNorm with a gate, by groups of channels: Triton kernels and reference.
 
 ``norm(y * silu(z)) * weight``, or with the gate last: ``norm(y) * weight * silu(z)``.
 A row is read once in forward and once in backward. A program of backward loops over many rows
@@ -28,8 +28,8 @@ from mcore_parallel.optional_kernels import (
 WIDEST = 8192
 """Largest group that the kernels support: a row is held in one program's registers."""
 _PROGRAMS, _WIDE = 528, 2048
-"""Programs of the backward pass, each over many rows; more for groups narrower than the
-second."""
+"""Programs of the backward pass, each over many rows; groups narrower than ``_WIDE`` have
+more."""
 
 
 @triton.jit
@@ -129,8 +129,8 @@ class _GatedNorm(OnceDifferentiable):
         groups = width // size
         dy = torch.empty_like(y)
         dz = torch.empty_like(y)
-        wanted = _PROGRAMS * max(1, _WIDE // ctx.options["BLOCK"])
-        programs = min(rows, max(1, wanted // groups))
+        total_programs = _PROGRAMS * max(1, _WIDE // ctx.options["BLOCK"])
+        programs = min(rows, max(1, total_programs // groups))
         parts = y.new_empty((programs, width), dtype=torch.float32)
         grads = dout.contiguous(), dy, dz, parts
         _backward[(programs, groups)](
@@ -154,7 +154,7 @@ def _plain(
     gated = y.to(wide) * gate if gates_first else y.to(wide)
     blocks = gated.unflatten(-1, (-1, group_size // holders.size))
     squares = blocks.square().sum(-1, keepdim=True)
-    # Every holder's output depends on every holder's squares: summed in both directions.
+    # Every holder's output depends on the squares of all holders: sum in forward and backward.
     squares = copy_to(reduce_from(squares, holders), holders)
     normed = blocks * torch.rsqrt(squares / group_size + epsilon)
     if gates_first:

@@ -1,8 +1,8 @@
 """A norm combined with the residual addition before it: Triton kernels and references.
 
-A block adds a branch to the residual stream and norms the sum. Forward reads both once and
-writes the sum and the normed value; backward reads the sum, the normed value's gradient and the
-stream's own, and writes one gradient, which is that of stream and branch. A program of backward
+A block adds a branch to the residual stream and norms the sum. Forward reads stream and branch
+once and writes the sum and the normed sum. Backward reads the sum and the gradients of both
+outputs, and writes one gradient, which is equal for stream and branch. A program of backward
 loops over many rows and keeps its share of the weight's gradient in registers; the shares are
 summed in a fixed order, into the main gradient if the weight has one.
 """
@@ -56,7 +56,7 @@ def _forward(
     value = tl.load(x + at, mask=inside, other=0.0)
     if HAS_BRANCH:
         value = value.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0)
-        value = value.to(x.dtype.element_ty)  # norm the rounded sum, as the stream holds it
+        value = value.to(x.dtype.element_ty)  # norm the sum as the stream stores it: rounded
         tl.store(total + at, value, mask=inside)
     value = value.to(tl.float32)
     if CENTERED:
@@ -109,7 +109,8 @@ def _backward(
         normed = value * scale
         dweight += grad * normed
         grad_normed = tl.where(inside, grad * factor, 0.0)
-        # dx = scale * (dn - n * mean(dn * n)); for a LayerNorm minus mean(dn) as well.
+        # With n the normed value: dx = scale * (dn - n * mean(dn * n)); a LayerNorm also
+        # subtracts mean(dn).
         result = grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width)
         if CENTERED:
             dbias += grad
@@ -182,7 +183,7 @@ class _AddAndNorm(OnceDifferentiable):
             )
         ctx.save_for_backward(total, weight, means, scales)
         ctx.offset, ctx.has_branch = offset, branch is not None
-        # Saved tensors may be returned as copies (recomputation); the slot is on the original.
+        # Saved tensors may be copies (recomputation), without a slot: keep the originals.
         ctx.parameters = (weight, bias)
         ctx.set_materialize_grads(False)
         return (out,) if branch is None else (out, total)
@@ -228,7 +229,7 @@ class _AddAndNorm(OnceDifferentiable):
 
 
 def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
-    """Sum the shares: into the main gradient (returns None), or into a new tensor."""
+    """Sum the programs' shares into the main gradient and return None, or return the sum."""
     if not parameter.requires_grad:
         return None
     slot = slot_of(parameter)
@@ -311,12 +312,12 @@ def norm(
     epsilon: float,
     offset: float = 0.0,
 ) -> Float[Tensor, "*B D"]:
-    """Norm the last dimension: a LayerNorm with a bias, an RMSNorm without one.
+    """Return the norm of the last dimension: LayerNorm with a bias, RMSNorm without one.
 
     Args:
-        x: any dtype, which the result has; statistics are float32 or wider.
-        weight: of the norm. If it has a main gradient, its gradient is added there.
-        bias: of a LayerNorm, likewise.
+        x: any dtype; the result has the same dtype. Statistics are float32 or wider.
+        weight: of the norm. Backward adds to its main gradient, if there is one.
+        bias: of a LayerNorm; as the weight.
         epsilon: added to the mean square.
         offset: added to the weight.
     """
@@ -339,9 +340,5 @@ def add_and_norm(
     epsilon: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
-    """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``norm``.
-
-    Returns:
-        The normed sum, and the sum.
-    """
+    """Return the norm of ``x + branch`` and the sum, which is rounded first; see ``norm``."""
     return _AddAndNorm.apply(x.contiguous(), branch.contiguous(), weight, bias, epsilon, offset)

@@ -1,8 +1,8 @@
-"""Queries and keys split from q·k·v, normed and rotated: Triton kernels and reference.
+"""Split of q·k·v with norm and rotation of queries and keys: Triton kernels and reference.
 
-One read and one write, forward and backward. Norm and rotation are computed in float32 without
-rounding in between. The gradients of the two weights are sums over tokens and heads in a fixed
-order.
+Forward and backward read and write every number once. Norm and rotation are computed in float32
+without rounding in between. The gradients of the two weights are sums over tokens and heads in
+a fixed order.
 """
 
 from collections.abc import Iterator
@@ -170,6 +170,7 @@ def _backward(
         c, s = _turn(cos, sin, position, lane, half, is_v)
         at = (token * heads + head) * size + lane
         low, high = _load_gradient(dq, dk, dv, token, head, lane, n, g, half, inside)
+        # Gradient before the rotation, which is orthogonal: rotate back.
         turned_low, turned_high = low * c + high * s, high * c - low * s
         a = tl.load(packed + at, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(packed + at + half, mask=inside, other=0.0).to(tl.float32)
@@ -178,6 +179,7 @@ def _backward(
         a, b = a * scale, b * scale
         low_sum += turned_low * a
         high_sum += turned_high * b
+        # RMSNorm with n = x * scale: dx = scale * (dn - n * mean(dn * n)).
         low, high = turned_low * low_weight, turned_high * high_weight
         along = (tl.sum(low * a, 1) + tl.sum(high * b, 1))[:, None] / size
         low = tl.where(is_v, low, scale * (low - a * along))
@@ -289,14 +291,14 @@ def norm_rotary_split(
     epsilon: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-    """Split a fused q·k·v into heads; norm q and k by their root mean square and rotate them.
+    """Return q, k and v as heads from a fused q·k·v, with q and k RMS-normed and rotated.
 
     Args:
         qkv: contiguous, [q heads; k groups; v groups] in its last dimension.
         q_weight: of the norm of every query head.
         k_weight: of the norm of every key head.
-        cos: cosine for each position and pair, float32; pair i is lanes i and i + H/2.
-        sin: sine likewise.
+        cos: cosine for each position and pair, float32; pair i is channels i and i + H/2.
+        sin: sine, in the same form.
         num_heads: N, query heads on this rank.
         num_groups: G, key/value heads on this rank.
         epsilon: added to the mean square.

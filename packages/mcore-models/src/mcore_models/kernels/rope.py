@@ -1,7 +1,7 @@
 """Rotary embedding: in plain torch, and fused with the split of q·k·v in one Triton kernel.
 
-The kernel reads and writes once, forward and backward, at memory bandwidth; a compiled region
-reaches a third of it, because the gradient is a concatenation.
+The kernel reads and writes every number once, forward and backward, at memory bandwidth. Code
+compiled by torch reaches a third of the bandwidth, because the gradient is a concatenation.
 """
 
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ sequences of a batch have different positions; h is half the rotated channels.""
 def rotate(
     x: Float[Tensor, "S B N H"], tables: RotaryTables, interleaved: bool = False
 ) -> Float[Tensor, "S B N H"]:
-    """Rotate the first 2h channels of every head by their positions; keep the others.
+    """Return x with the first 2h channels of every head rotated by the tokens' positions.
 
     Args:
         x: queries or keys.
         tables: cosine and sine of the positions of x.
-        interleaved: whether neighbouring channels make a pair.
+        interleaved: whether pairs are neighbouring channels, not channels i and i + h.
     """
     cos, sin = (_for_heads(table) for table in tables)
     size = 2 * cos.shape[-1]
@@ -50,7 +50,7 @@ def rotate(
 
 
 def _for_heads(table: Tensor) -> Tensor:
-    """Give a table the dimensions of ``[S, B, N, h]``."""
+    """Return a table with the dimensions ``[S, B, N, h]``, B and N of size 1 if shared."""
     return table.unsqueeze(-2) if table.dim() == 3 else table[:, None, None]
 
 
@@ -76,8 +76,8 @@ def _rotate(
     at_q = q + (token * n + head) * size + lane
     at_k = k + (token * g + head - n) * size + lane
     at_v = v + (token * g + head - n - g) * size + lane
-    # Values have no angle: cosine 1 and sine 0 below. Each head is in one of three outputs:
-    # in backward two of the three masked loads give zeros, and the sum is the third.
+    # Values are not rotated: cosine 1 and sine 0 below. Each head is in one of three outputs:
+    # in backward two of the three masked loads are zeros, so the sum is the third.
     c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
     s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
     kind = packed.dtype.element_ty
@@ -182,10 +182,10 @@ def _split_plain(
 def kind_of_heads(
     qkv: Tensor, size: int, tables: RotaryTables
 ) -> tuple[torch.dtype, int] | None:
-    """Return the key of kernels that split and rotate; None if they do not support the tensors.
+    """Return the key of kernels that split and rotate; None for unsupported tensors.
 
     Args:
-        qkv: their input.
+        qkv: input of the kernels.
         size: channels of a head.
         tables: cosine and sine; tables with a batch dimension are unsupported.
     """
@@ -215,12 +215,12 @@ def rotary_split(
     num_heads: int,
     num_groups: int,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-    """Split a fused q·k·v into heads and rotate q and k by their positions.
+    """Return q, k and v as heads from a fused q·k·v, with q and k rotated by position.
 
     Args:
         qkv: contiguous, [q heads; k groups; v groups] in its last dimension.
-        cos: cosine for each position and pair, float32; pair i is lanes i and i + H/2.
-        sin: sine likewise.
+        cos: cosine for each position and pair, float32; pair i is channels i and i + H/2.
+        sin: sine, in the same form.
         num_heads: N, query heads on this rank.
         num_groups: G, key/value heads on this rank.
 

@@ -42,7 +42,7 @@ NARROW = (torch.bfloat16, torch.float16)
 CHUNK = 64
 """Tokens of a chunk."""
 _PROGRAMS = 256
-"""Programs that keep a GPU busy; heads are divided among as many."""
+"""Number of programs that keep a GPU busy, among which heads are divided."""
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 2}
 _INPUTS = {"num_warps": 4, "num_stages": 1}
@@ -277,7 +277,7 @@ class _Call:
         return [dx, ddt, *summed, dD.sum((0, 1)).to(self.D.dtype), dfirst]
 
     def _heads_of_program(self) -> int:
-        """Return the largest number of heads for which there are enough programs."""
+        """Return the largest number of heads of a program with which programs fill the GPU."""
         per_group, others = self.heads // self.groups, self.chunks * self.batch * self.groups
         fitting = [n for n in range(1, per_group + 1) if per_group % n == 0]
         return max(n for n in fitting if n == 1 or others * (per_group // n) >= _PROGRAMS)

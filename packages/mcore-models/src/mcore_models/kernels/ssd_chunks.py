@@ -37,8 +37,8 @@ def running(
     to_end = tl.exp(last - sums)
     mine = tl.zeros([CHUNK], tl.int32)
     if HAS_DOCS:
-        # A state crosses the begin or the end of a chunk only within one document; before the
-        # first chunk is document 0, to which the given state belongs.
+        # A state crosses the begin or the end of a chunk only within one document. Before the
+        # first chunk is document 0, to which the initial state belongs.
         mine = tl.load(docs + token * batch + row, mask=token < length, other=-1)
         end = tl.load(docs + (tl.minimum(chunk * CHUNK + CHUNK, length) - 1) * batch + row)
         previous = tl.load(docs + tl.maximum(chunk * CHUNK - 1, 0) * batch + row)
@@ -64,7 +64,7 @@ def running_of(
 @triton.jit
 @no_type_check
 def inside_chunk(sums, mine, CHUNK: tl.constexpr, HAS_DOCS: tl.constexpr):
-    """Return the decay from every token (columns) to every later one (rows), else 0."""
+    """Return the decay from every token (column) to every later token (row), else 0."""
     place = tl.arange(0, CHUNK)
     sees = place[:, None] >= place[None, :]
     if HAS_DOCS:

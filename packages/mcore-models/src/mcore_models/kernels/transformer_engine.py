@@ -4,8 +4,8 @@
 shapes and initial values, communication, gradient slots and checkpoints are unchanged; so are
 embeddings, heads, rotations, gated activations, the router and blocks of context parallelism.
 
-The low-level functions (``general_gemm``, the norms of ``transformer_engine_torch``) are those
-that the library's own modules call; the tested versions are pinned in the extra.
+This module calls the low-level functions of the library's own modules (``general_gemm``, the
+norms of ``transformer_engine_torch``); the extra pins the tested versions.
 """
 
 from importlib import import_module
@@ -34,12 +34,12 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
 
     Args:
         model: on a GPU, in 16 bits.
-        backend: ``auto`` is Transformer Engine's attention, any other name this package's.
+        backend: ``auto``: Transformer Engine's attention; other names: this package's.
 
     Raises:
-        ValueError: if it does not support a linear's fp8 recipe, or it has loaded an older
-            cuDNN than torch was built for.
-        ImportError: if it is not installed, or its libraries cannot be loaded.
+        ValueError: if Transformer Engine does not support a linear's fp8 recipe, or has loaded
+            an older cuDNN than torch was built for.
+        ImportError: if Transformer Engine is not installed, or cannot be loaded.
     """
     try:
         import_module("transformer_engine.pytorch")
@@ -48,8 +48,8 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
         if "cudnn" not in str(error).lower():
             raise
         raise ValueError(
-            "Transformer Engine loads the cuDNN of the system, which is not torch's: begin "
-            "LD_LIBRARY_PATH with the folder nvidia/cudnn/lib next to torch's own."
+            "Transformer Engine has loaded the system's cuDNN instead of torch's: put the "
+            "folder nvidia/cudnn/lib next to torch's folder first in LD_LIBRARY_PATH."
         ) from error
     attend = TransformerEngineAttention()
     for module in model.modules():
@@ -71,14 +71,14 @@ def transformer_engine_norm(
     epsilon: float,
     offset: float,
 ) -> Float[Tensor, "*B D"]:
-    """Norm the last dimension by Transformer Engine.
+    """Return the norm of the last dimension, computed by Transformer Engine.
 
     Args:
-        x: to norm.
-        weight: multiplies, after ``offset`` is added.
+        x: input.
+        weight: of the norm, without ``offset``.
         bias: of a LayerNorm; None: RMSNorm.
         epsilon: added to the variance or mean square.
-        offset: 0 or 1.
+        offset: added to the weight, 0 or 1.
     """
     return _Norm.apply(x, weight, bias, epsilon, bool(offset))
 
@@ -116,7 +116,7 @@ class TransformerEngineAttention:
     """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel."""
 
     def __init__(self) -> None:
-        """Set up; a module without parameters is built for each kind of call."""
+        """Prepare the cache of modules, one without parameters for each kind of call."""
         self._modules: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -132,7 +132,7 @@ class TransformerEngineAttention:
         documents: Documents | None = None,
         backend: AttentionBackend = "auto",  # noqa: ARG002
     ) -> Float[Tensor, "S B N J"]:
-        """Compute causal attention over complete sequences; arguments as of ``attend``."""
+        """Return causal attention over complete sequences; arguments as in ``attend``."""
         q, k, v = (cast_factor(t) for t in (q, k, v))
         N, width = q.shape[2], v.shape[3]
         kind = N, k.shape[2], q.shape[3], width, scale, window, softcap, dropout_prob
@@ -143,7 +143,7 @@ class TransformerEngineAttention:
             return module(q, k, v).unflatten(-1, (N, width))  # [S, B, N*J] -> [S, B, N, J]
         pieces = documents.flat()
         borders, longest = pieces.cu_seqlens(q.device), pieces.longest
-        # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H].
+        # Ends of rows are borders between documents: [S, B, N, H] -> [B * S, N, H].
         flat = (t.transpose(0, 1).flatten(0, 1).contiguous() for t in (q, k, v))
         out = module(
             *flat,

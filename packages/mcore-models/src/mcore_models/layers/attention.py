@@ -85,7 +85,8 @@ class Attention(nn.Module):
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
         # The layer whose entry of the key/value cache this layer uses. A layer without keys
-        # (--num-kv-shared-layers) uses that of the last layer with keys and an equal window.
+        # (--num-kv-shared-layers) uses the entry of the last layer that has keys and is of the
+        # same kind (local or not).
         self.state_layer = layer
         if shared := config.num_kv_shared_layers:
             layers_with_keys = range(config.num_layers - shared)
@@ -124,12 +125,12 @@ class Attention(nn.Module):
             return SplitRMSNorm(heads * H, axis=tp, **options, **factory_kwargs)
         if config.qk_norm_width == "own_head":
             return HeadNorm(config, heads, axis=tp, **factory_kwargs)
-        # One weight for all heads, of which each tensor rank norms some: its gradient on a rank
-        # is a part of the sum over tp.
+        # All heads share one weight, and each tensor rank norms only some of the heads: the
+        # weight's gradient on a rank is a part of the sum over tp.
         return build_norm(config, H, replicas=tp, partial=tp, **factory_kwargs)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the sinks, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the sinks."""
         if self.sinks is None:
             return {}
         return {"sinks": sliced("", (self.config.num_attention_heads,), 0, self.tp)}
@@ -139,11 +140,11 @@ class Attention(nn.Module):
         x: Float[Tensor, "s B D"],
         inputs: BlockInputs = _NO_INPUTS,
     ) -> Float[Tensor, "s B D"]:
-        """Attend from every token to itself and earlier tokens; returns what the block adds.
+        """Attend from every token to itself and earlier tokens; return the projected output.
 
         Under sequence parallelism ``qkv`` all-gathers tokens over tp and ``proj``
-        reduce-scatters its output; otherwise ``proj`` all-reduces. Exchanges over ``cp`` as
-        ``--cp-comm-type`` has it.
+        reduce-scatters its output; otherwise ``proj`` all-reduces. ``--cp-comm-type``
+        determines the communication over ``cp``.
 
         Args:
             x: this rank's tokens.
@@ -168,8 +169,8 @@ class Attention(nn.Module):
             mixed = self._attend_over_cp(q, k, v, inputs.documents)
         else:
             layer_state = inputs.state.layer(self.state_layer)
-            rules: dict[str, Any] = {"window": self.window, **self._score_options(q)}
-            mixed = layer_state.attend(q, k, v, backend=self.backend, **rules)
+            options: dict[str, Any] = {"window": self.window, **self._score_options(q)}
+            mixed = layer_state.attend(q, k, v, backend=self.backend, **options)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
         return mixed if gate is None else mixed * gate.sigmoid()
 
@@ -178,8 +179,8 @@ class Attention(nn.Module):
         if not self.config.attention_output_gate:
             return qkv, None
         gates = self.qkv.output_sizes[-1]
-        inside, gate = qkv.split((qkv.shape[-1] - gates, gates), -1)
-        return inside, gate
+        without_gate, gate = qkv.split((qkv.shape[-1] - gates, gates), -1)
+        return without_gate, gate
 
     def _rotary(self, inputs: BlockInputs) -> RotaryTables | None:
         if not self.is_rotated:
@@ -198,10 +199,10 @@ class Attention(nn.Module):
             "chunk": self.chunk,
             "softcap": config.attn_logit_softcapping,
         }
-        rules: dict[str, Any] = {name: value for name, value in values.items() if value}
+        options: dict[str, Any] = {name: value for name, value in values.items() if value}
         if config.position_embedding_type == "alibi":
-            rules["slopes"] = self._slopes(q)
-        return rules if sinks is None else {**rules, "sinks": sinks}
+            options["slopes"] = self._slopes(q)
+        return options if sinks is None else {**options, "sinks": sinks}
 
     def _slopes(self, q: Tensor) -> Tensor:
         """Return the ALiBi slopes of this rank's heads."""
@@ -213,16 +214,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend over the complete sequence, including keys of other context ranks."""
         if self.tracker is not None and self.training:
-            rules: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
-            rules |= {"scale": self.score_scale, "documents": documents}
-            self.tracker.note(largest_scores(q, k, cp=self.cp, **rules))
+            options: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
+            options |= {"scale": self.score_scale, "documents": documents}
+            self.tracker.note(largest_scores(q, k, cp=self.cp, **options))
         attend_on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
             return attend_on_rank(q, k, v)
         if self.comm_type == "a2a":
             return ulysses_attention(q, k, v, self.cp, attend_on_rank)
         if self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer):
-            # Windows and the like: attend to gathered keys in one call, not block by block.
+            # Windows, dropout, caps and sinks: one call on the gathered keys, no blocks.
             return context_attention(q, k, v, self.cp, attend_on_rank)
         if self.comm_type == "a2a+p2p":
             exchange, ring = self.cp_levels
@@ -244,7 +245,8 @@ class Attention(nn.Module):
         width = q.shape[-1]
         scale = self.score_scale or width**-0.5
         if scale != width**-0.5:
-            # Blocks scale scores by width**-0.5: queries carry the rest of the factor.
+            # Block kernels scale scores by width**-0.5; multiply queries by the remaining
+            # factor.
             q = q * (scale * width**0.5)
         return attention(q, k, v, axis, blocks_for(q, v, self.backend), documents)
 
@@ -285,7 +287,7 @@ class Attention(nn.Module):
                 args = self.q_norm.weight, self.k_norm.weight, *args
                 constants["epsilon"] = self.q_norm.epsilon
                 constants["offset"] = float(self.q_norm.zero_centered)
-            # One kernel for the split, both norms and the rotation, where it can run.
+            # One kernel computes split, both norms and rotation, if it supports the inputs.
             if kernel.takes(qkv, *args, **constants):
                 q, k, v = kernel.launch(qkv, *args, **constants)
                 if shared_keys is not None:

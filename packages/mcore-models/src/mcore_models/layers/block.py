@@ -51,23 +51,22 @@ class TransformerBlock(ResidualBlock):
 
         Args:
             setup: config, context and options of the layer.
-            mixers: names of the layer's mixers; empty: as the config has them for this layer.
-            parts: builders of replacements for mixers, by the mixer's name; they win over
-                those of ``setup.parts``. A replacement is called as the mixer is: attention
-                with the normed stream and the keyword ``inputs``, mlp with the normed stream
-                alone.
+            mixers: names of the layer's mixers; empty: those of the config for this layer.
+            parts: builders of replacements for mixers, by the mixer's name; they override
+                ``setup.parts``. A replacement has the mixer's signature: attention gets the
+                normed stream and the keyword ``inputs``, mlp the normed stream alone.
 
         Raises:
-            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual`` asks
-                for the other class of block.
+            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual``
+                requires the other class of block.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
         super().__init__(dropout, setup.streams, setup.recomputed, config.residual_multiplier)
         if (config.parallel_residual != "off") != isinstance(self, ParallelBlock):
             raise ValueError(
-                f"--parallel-residual {config.parallel_residual} is another kind of layer: "
-                "build it with build_block."
+                f"--parallel-residual {config.parallel_residual} cannot be built as a "
+                f"{type(self).__name__}: build the layer with build_block."
             )
         parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
@@ -144,8 +143,8 @@ class TransformerBlock(ResidualBlock):
         """Run the layer up to the dispatch of tokens; return the stream and the routed tokens.
 
         No tensor's size depends on the routing, so this half can be a CUDA graph.
-        ``from_experts`` runs the other half. The two compute what ``forward`` computes, but
-        ``--recompute-modules moe`` has no effect on them.
+        ``from_experts`` runs the other half. Together they equal ``forward``, except that
+        ``--recompute-modules moe`` has no effect on either half.
         """
         stream = self._run_mixers(stream, inputs, slice(-1))
 
@@ -178,7 +177,7 @@ class ParallelBlock(TransformerBlock):
         assert rows is None  # ends_with_mlp is False
         # --parallel-residual one_norm: only the first mixer has a norm. It becomes the norm of
         # the stream, and all mixers read its output. two_norms: each mixer applies its own.
-        first_norm, *other_norms = (self._norm(before) for before, _ in self.norms)
+        first_norm, *other_norms = (self._norm(norm) for norm, _ in self.norms)
         has_one_norm = all(norm is _NO_NORM for norm in other_norms)
         stream_norm = first_norm if has_one_norm else _NO_NORM
         mixer_norms = [_NO_NORM if has_one_norm else first_norm, *other_norms]

@@ -27,16 +27,18 @@ class BlockInputs:
     local_rotary: RotaryTables | None = None
     """Tables of layers with a window, if they differ (``--rotary-base-local``)."""
     temperature: Tensor | None = None
-    """Factor on queries of layers without rotation, ``[S, 1, 1, 1]`` or ``[S, B, 1, 1]``."""
+    """Factor on queries of layers without rotation, or of all layers: ``[S, 1, 1, 1]`` or
+    ``[S, B, 1, 1]``."""
     layer_inputs: Tensor | None = None
     """Vectors of ``--per-layer-embedding-size`` of all layers, ``[s, B, L, P]``."""
     shared_keys: dict[bool, tuple[Tensor, Tensor]] | None = None
     """With ``--num-kv-shared-layers``: keys and values of the last layer with a window (True)
-    and of the last without (False), written by these layers for the sharing ones."""
+    and of the last layer without one (False). These two layers write the entries; layers
+    without keys read them."""
     documents: Documents | None = None
     """Documents packed in the rows; they do not attend to each other."""
     state: ModelState | None = None
-    """State of earlier tokens, extended by these; None: no state."""
+    """State of earlier tokens, to which the layers append this micro-batch; None: no state."""
 
 
 def build_inputs(

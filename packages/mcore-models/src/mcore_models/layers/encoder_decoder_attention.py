@@ -1,9 +1,9 @@
-"""Attention of encoders and decoders: in both directions, to an encoder, with biases on scores.
+"""Attention of encoders and decoders: bidirectional, causal or to an encoder's output.
 
 One mask, computed once a forward pass and passed to every layer, determines the keys of each
-query; None means all keys, or with ``causal`` the earlier ones. Heads are split over the tensor
-ranks. Under context parallelism keys and values are gathered in sequence order, so masks have
-all keys and this rank's queries.
+query, or adds biases to scores. Without a mask a query attends to all keys, or with ``causal``
+to the earlier keys. Heads are split over the tensor ranks. Under context parallelism keys and
+values are gathered in sequence order, so masks have all keys and this rank's queries.
 """
 
 from contextlib import nullcontext
@@ -63,13 +63,13 @@ class MaskedAttention(nn.Module):
         holders = ctx.tp_block(max(1, ctx.tp.size // G))
         D, bias = config.hidden_size, has_qkv_bias(config)
         query = Output("" if is_cross else "q", N * H)
-        others = [Output("k", G * H, holders), Output("v", G * H, holders)]
+        keys_values = [Output("k", G * H, holders), Output("v", G * H, holders)]
         self.is_cross = is_cross
         if is_cross:
             self.q = setup.column_linear(D, [query], bias=bias)
-            self.kv = setup.column_linear(D, others, bias=bias)
+            self.kv = setup.column_linear(D, keys_values, bias=bias)
         else:
-            self.qkv = setup.column_linear(D, [query, *others], bias=bias)
+            self.qkv = setup.column_linear(D, [query, *keys_values], bias=bias)
         self.proj = setup.row_linear(N * H, D, bias=config.add_bias_linear)
 
     def forward(
@@ -88,9 +88,10 @@ class MaskedAttention(nn.Module):
             x: this rank's tokens.
             mask: True where a query attends to a key, or a number to add to the score; for this
                 rank's queries and heads and all keys; b, n and q may be 1. None: all keys, or
-                earlier ones.
+                with ``causal`` the earlier keys.
             memory: output of the encoder, this rank's tokens; only with ``is_cross``.
-            state: keys and values of earlier tokens, or of the memory after the first call.
+            state: keys and values of earlier tokens; with ``is_cross`` those of the memory,
+                stored by the first call.
             rotary: tables of this context rank's positions, without a state; None: no rotation.
         """
         if state is not None:
@@ -105,7 +106,7 @@ class MaskedAttention(nn.Module):
         return self.proj(mixed)
 
     def _heads(self, x: Tensor, memory: Tensor | None) -> list[Tensor]:
-        """Return queries, keys and values; without a memory no keys and values of it."""
+        """Return queries, keys and values; with ``is_cross`` and no memory, queries alone."""
         if not self.is_cross:
             parts = self.qkv(x).split(self.qkv.output_sizes, dim=-1)
         elif memory is None:
@@ -117,19 +118,19 @@ class MaskedAttention(nn.Module):
 
     def _extended(
         self,
-        kept: tuple[Tensor, ...] | None,
+        stored: tuple[Tensor, ...] | None,
         x: Tensor,
         *,
         mask: Tensor | None,
         memory: Tensor | None,
     ) -> tuple[Float[Tensor, "S B X"], tuple[Tensor, ...]]:
-        """Attend to stored and new keys; also return all of them, to be stored."""
-        q, *found = self._heads(x, None if kept else memory)
-        if kept is not None and self.is_cross:
-            found = list(kept)
-        elif kept is not None:
-            found = [torch.cat(pair) for pair in zip(kept, found, strict=True)]
-        k, v = found
+        """Attend to stored and new keys; return the output, then keys and values to store."""
+        q, *keys_values = self._heads(x, None if stored else memory)
+        if stored is not None and self.is_cross:
+            keys_values = list(stored)  # the memory does not grow
+        elif stored is not None:
+            keys_values = [torch.cat(pair) for pair in zip(stored, keys_values, strict=True)]
+        k, v = keys_values
         return self._core(q, k, v, mask), (k, v)
 
     def _core(
@@ -137,7 +138,7 @@ class MaskedAttention(nn.Module):
     ) -> Float[Tensor, "S B X"]:
         k, v = zigzag_join(k, self.cp), zigzag_join(v, self.cp)
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so that each rank drops different weights.
+        # Tensor ranks have different heads: each rank draws its own dropout mask.
         with self.streams.fork("tensor_parallel") if prob else nullcontext():
             if mask is None:
                 mixed = attend(
@@ -163,7 +164,7 @@ def attend_masked(
     scale: float | None = None,
     dropout_prob: float = 0.0,
 ) -> Float[Tensor, "S B N H"]:
-    """Mix values by softmax(q·k) under a mask; no communication.
+    """Return values weighted by softmax(scale * q·k) under a mask; no communication.
 
     Args:
         q: queries.

@@ -1,4 +1,4 @@
-"""A layer of an encoder or decoder: attention, attention to an encoder if any, feed-forward.
+"""A layer of an encoder or decoder: self-attention, cross-attention in a decoder, MLP.
 
 Norms come before each half (Megatron's BERT, T5) or after it (BERT as published).
 """
@@ -36,25 +36,25 @@ class MaskedInputs:
     rotary: RotaryTables | None = None
     """Rotary tables of the stack's own tokens; None: no rotation."""
     local_mask: Tensor | None = None
-    """``mask`` of layers with a window."""
+    """Replaces ``mask`` in layers with a window."""
     local_rotary: RotaryTables | None = None
-    """``rotary`` of layers with a window; None: as in other layers."""
+    """Replaces ``rotary`` in layers with a window; None: these use ``rotary``."""
     memory: Tensor | None = None
     """Output of the encoder; None in an encoder."""
     memory_mask: Tensor | None = None
     """Mask of attention to ``memory``."""
     state: ModelState | None = None
-    """State of earlier tokens and of the encoder in a decoder; None: no state."""
+    """State of earlier tokens, and in a decoder of the encoder's output; None: no state."""
 
 
 class MaskedBlock(ResidualBlock):
-    """Attention, attention to an encoder in a decoder, MLP: ``x = x + mlp(mlp_norm(x))``.
+    """Self-attention, cross-attention in a decoder, MLP: ``x = x + mlp(mlp_norm(x))``.
 
-    With norms after the sums, as in the first transformers: ``x = mlp_post_norm(x + mlp(x))``.
+    With ``post_norm``, as in the first transformers: ``x = mlp_post_norm(x + mlp(x))``.
 
     Attributes:
-        attention, cross_attention, mlp: the mixers, in order; each has a norm of its name
-            and ``_norm``, or ``_post_norm`` if norms come after.
+        attention, cross_attention, mlp: the mixers, in order. The norm of ``mlp`` is
+            ``mlp_norm``, or ``mlp_post_norm`` if norms follow the sums.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MaskedBlock(ResidualBlock):
 
         Args:
             setup: config, context and options of the layer.
-            is_decoder: attend causally, and to an encoder as well.
+            is_decoder: attend causally, and add attention to an encoder.
             post_norm: norms after each sum.
             scale: of attention scores; None: 1/sqrt(head dim).
 
@@ -80,7 +80,7 @@ class MaskedBlock(ResidualBlock):
         dropout = stream_dropout(config, ctx, setup.streams)
         super().__init__(dropout, setup.streams, setup.recomputed)
         if setup.parts:
-            raise ValueError("parts are taken by GPT alone: leave them out.")
+            raise ValueError("parts: only GPT supports replaced mixers. Leave parts out.")
         self.attention = MaskedAttention(setup, causal=is_decoder, scale=scale)
         if is_decoder:
             self.cross_attention = MaskedAttention(setup, is_cross=True, scale=scale)
@@ -125,24 +125,27 @@ class MaskedBlock(ResidualBlock):
     def _mixers(self, inputs: MaskedInputs) -> Mapping[str, Callable[[Tensor], Tensor]]:
         """Return the mixers by name, in order, as functions of the stream."""
         # A decoder's layer has two states: of its own tokens, and of the encoder's.
-        own, other = (
-            inputs.state and inputs.state.layer(2 * self.layer + place) for place in (0, 1)
+        self_state, cross_state = (
+            inputs.state and inputs.state.layer(2 * self.layer + offset) for offset in (0, 1)
         )
         mask, rotary = inputs.mask, inputs.rotary
         if self.is_local:
             mask, rotary = inputs.local_mask, inputs.local_rotary or rotary
         mixers: dict[str, Any] = {
-            "attention": partial(self.attention, mask=mask, state=own, rotary=rotary)
+            "attention": partial(self.attention, mask=mask, state=self_state, rotary=rotary)
         }
         if self.is_decoder:
             mixers["cross_attention"] = partial(
-                self.cross_attention, mask=inputs.memory_mask, memory=inputs.memory, state=other
+                self.cross_attention,
+                mask=inputs.memory_mask,
+                memory=inputs.memory,
+                state=cross_state,
             )
         return mixers | {"mlp": self.mlp}
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
-    """Build the feed-forward layer: of a T5 by ``--feed-forward-proj``."""
+    """Build the feed-forward layer; in a T5 ``--feed-forward-proj`` chooses its activation."""
     network = feed_forward_network(setup, recomputed_as="mlp_act")
     if isinstance(setup.config, T5Config):
         is_gated, activation = feed_forward(setup.config)

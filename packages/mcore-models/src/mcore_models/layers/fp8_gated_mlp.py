@@ -33,7 +33,7 @@ class Fp8GatedMLP(MLP):
 
     @classmethod
     def supports(cls, network: ExpertNetwork, gemms: LinearGemms) -> bool:
-        """Whether an ``MLP`` of this network and these GEMMs can be of this class."""
+        """Return whether this class supports the network and the GEMMs."""
         is_fp8 = isinstance(gemms.column, Fp8Gemm) and isinstance(gemms.row, Fp8Gemm)
         is_plain = not (network.bias or network.clamp or network.offset)
         return is_fp8 and is_plain and network.gated and network.activation in KINDS
@@ -72,7 +72,7 @@ class Fp8GatedMLP(MLP):
 
 
 class GatedCast(DeferredMatrix):
-    """activation(gate) * up, or the gradient of gate and up, computed when it is cast."""
+    """``activation(gate) * up``, or the gradient of gate and up; computed by the fp8 cast."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class GatedCast(DeferredMatrix):
         super().__init__(torch.Size((*hidden.shape[:-1], width)))
 
     def largest(self) -> Float[Tensor, " 1"]:
-        """Return the largest magnitude; the kernel on a GPU stores nothing else."""
+        """Return the largest magnitude; the GPU kernel does not store the matrix."""
         return largest_gated.launch(*self._flat()) if self._fits() else super().largest()
 
     def cast(
@@ -103,7 +103,7 @@ class GatedCast(DeferredMatrix):
         has_rows: bool,
         seen: Float[Tensor, " 1"] | None,
     ) -> Fp8:
-        """Cast by a known magnitude; by the kernel on a GPU."""
+        """Cast to fp8 with the scale of ``amax``; on a GPU one kernel computes and casts."""
         if not self._fits():
             return super().cast(amax, dtype, has_rows=has_rows, seen=seen)
         return cast_gated.launch(*self._flat(), amax, dtype, has_rows=has_rows, seen=seen)
@@ -118,7 +118,7 @@ class GatedCast(DeferredMatrix):
         return hidden.detach().flatten(0, -2).contiguous(), grad, activation
 
     def make(self) -> Tensor:
-        """Compute the matrix like the layer without fp8."""
+        """Compute the matrix in 16 bits, as the layer without fp8 does."""
         hidden, grad, activation = self._factors
         if grad is None:
             return gated(hidden.detach(), activation)

@@ -1,7 +1,7 @@
-"""Heads on top of an encoder: masked tokens, and the first token of a row.
+"""Heads on top of an encoder: prediction of masked tokens, and pooling of the first token.
 
-Linears here are replicated over tensor ranks; under sequence parallelism each rank computes its
-own tokens, so that their gradients are parts of a sum.
+Linears here are replicated over tensor ranks. Under sequence parallelism each rank computes its
+own tokens, so a rank's gradient of a weight is a part of a sum.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from mcore_parallel.sharding import ParamLayout, sliced
 
 
 class MaskedTokenHead(nn.Module):
-    """Head of masked tokens in BERT: dense, activation, norm; a bias for each token.
+    """BERT's head of masked tokens: linear, activation, norm; a bias for each vocabulary row.
 
     Attributes:
         dense: D to D.
@@ -52,25 +52,26 @@ class MaskedTokenHead(nn.Module):
         """
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
-        # That of the layers as published; Megatron's form has exact GELU in any case.
+        # The published form uses the activation of the layers; Megatron's form always uses
+        # exact GELU.
         is_published = getattr(config, "post_layer_norm", False)
         self.activation = activation_function(activation(config) if is_published else "gelu")
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         D = config.hidden_size
-        cut: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
+        split: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
         self.dense = ReplicatedLinear(
-            D, D, bias=config.add_bias_linear, **cut, **factory_kwargs
+            D, D, bias=config.add_bias_linear, **split, **factory_kwargs
         )
         partial = axis if sequence_parallel else SINGLE
         self.norm = build_norm(config, D, replicas=axis, partial=partial, **factory_kwargs)
         self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Return the input of the product with the embedding; no communication."""
+        """Return the hidden states that the embedding multiplies; no communication."""
         return self.norm(self.activation(self.dense(x)))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the bias, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the bias."""
         return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}
 
 
@@ -94,7 +95,7 @@ class Pooler(nn.Module):
 
         Args:
             hidden_size: D.
-            axis: ranks that hold it.
+            axis: ranks that hold the linear.
             sequence_parallel: whether tokens are split over ``axis``.
             device: of the parameters.
             dtype: of the parameters.
@@ -106,13 +107,14 @@ class Pooler(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "B D"]:
-        """Pool; under sequence parallelism all-reduces one token for each row.
+        """Return tanh(linear(first token)) of each row; all-reduces under sequence parallelism.
 
         Args:
             x: hidden states; the first tensor rank has the first token.
         """
         first = x[0]
         if self.sequence_parallel:
+            # A sum in which the other ranks add 0 broadcasts rank 0's token with a gradient.
             first = reduce_from(first if self.axis.rank == 0 else first * 0.0, self.axis)
         return torch.tanh(self.dense(first))
 
@@ -123,11 +125,11 @@ class OutputBias(nn.Module):
     def __init__(
         self, vocab_size: int, padded_vocab_size: int, axis: Axis, **factory_kwargs: Any
     ) -> None:
-        """Allocate this rank's part; zeros."""
+        """Allocate this rank's part, with zeros."""
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
         self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the bias, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the bias."""
         return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}

@@ -1,4 +1,4 @@
-"""Arguments of a model's modules as objects: how a model computes, and one layer's setup."""
+"""``Execution`` (how a model computes) and ``LayerSetup`` (from which a layer is built)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,23 +23,23 @@ from mcore_parallel.tensor_parallel.linear import (
 _NO_EXPERTS, _KEEP_ALL, _ANY_KERNELS = MoEConfig(), RecomputeConfig(), KernelConfig()
 
 Parts = Mapping[str, Callable[["LayerSetup"], nn.Module]]
-"""Builders of mixers that replace the one of that name."""
+"""Builders of modules that replace mixers, by the mixer's name."""
 NO_PARTS: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How a model computes what its config describes."""
+    """Recomputation, kernels, GEMMs and random streams of a model; no shapes."""
 
     recomputing: RecomputeConfig = _KEEP_ALL
-    """What backward recomputes."""
+    """Recomputation in backward."""
     kernels: KernelConfig = _ANY_KERNELS
     """Kernels of the computation."""
     gemms: Sequence[LinearGemms] = ()
     """GEMMs of every layer, by global number (``layer_gemms``); empty: GEMMs in the model's
     dtype."""
     parts: Parts = field(default_factory=lambda: NO_PARTS)
-    """Modules in place of mixers of a GPT, see ``TransformerBlock``."""
+    """Replacements for mixers of a GPT, see ``TransformerBlock``."""
     streams: RngStreams | None = None
     """Random streams; None: made from the model's seed. Chunks of one rank share them."""
 
@@ -60,15 +60,15 @@ class LayerSetup:
     streams: RngStreams
     """Random streams of dropout."""
     moe: MoEConfig = _NO_EXPERTS
-    """Experts of the model; determines whether this layer has some."""
+    """Options of experts; they determine whether this layer has experts."""
     recomputing: RecomputeConfig = _KEEP_ALL
-    """Modules to recompute; recomputation of complete layers is up to the model."""
+    """Modules to recompute; the model itself recomputes complete layers."""
     kernels: KernelConfig = _ANY_KERNELS
     """Kernels of attention."""
     gemms: LinearGemms = PLAIN_GEMMS
     """GEMMs of attention and the dense linears."""
     parts: Parts = field(default_factory=dict)
-    """Builders of modules in place of mixers, by name, see ``TransformerBlock``."""
+    """Builders of modules that replace mixers, by name, see ``TransformerBlock``."""
     device: torch.device | str | None = None
     """Device of the parameters."""
     dtype: torch.dtype | None = None
@@ -82,8 +82,8 @@ class LayerSetup:
     @property
     def split(self) -> dict[str, Any]:
         """Keyword arguments of split linears whose weights the model fills."""
-        cut = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
-        return {**cut, "init_std": 0.0, **self.factory_kwargs}
+        split = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
+        return {**split, "init_std": 0.0, **self.factory_kwargs}
 
     def column_linear(
         self, in_features: int, outputs: int | Sequence[Output], *, bias: bool = False

@@ -35,14 +35,14 @@ class Mixer:
     build: Callable[[LayerSetup], nn.Module]
     """Allocates this rank's share; weights are zero until the model fills them."""
     run: Callable[[Any, BlockInputs, Tensor], Any] | None = None
-    """Calls the module on the normed stream; returns what is added to the stream, or that and
-    an auxiliary loss. None: ``module(x, inputs=inputs)``."""
+    """Calls the module on the normed stream; returns the mixer's output, or the output and an
+    auxiliary loss. None: ``module(x, inputs=inputs)``."""
     recomputed_as: str = ""
-    """Its name among ``--recompute-modules``; empty: it cannot be recomputed completely."""
+    """Name of the complete mixer among ``--recompute-modules``; empty: it has no such name."""
 
 
 def build_mlp(setup: LayerSetup, network: ExpertNetwork | None = None) -> MLP:
-    """Build the dense feed-forward layer; ``network`` replaces the one of the config."""
+    """Build the dense feed-forward layer; ``network`` replaces the network of the config."""
     network = network or feed_forward_network(setup, recomputed_as="mlp_act")
     kind = Fp8GatedMLP if Fp8GatedMLP.supports(network, setup.gemms) else MLP
     return kind(

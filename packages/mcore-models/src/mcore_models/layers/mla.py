@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values of all heads from one small vector of a token.
+"""Multi-head latent attention: keys and values of all heads from one small vector per token.
 
-A token's latent vector (``kv_lora_rank`` channels) and one rotated key shared by all heads are
-all that later tokens need of it, so that a cache stores only these. In training they are
+Later tokens need only a token's latent vector (``kv_lora_rank`` channels) and one rotated key
+shared by all heads, so a cache stores only these two. In training the latent vector is
 projected up to keys and values of every head. In decoding the projection is absorbed: queries
 are projected down instead and attend to the latent vectors.
 
-Heads are split over the tensor ranks. The down-projections are replicated: all heads read their
-outputs, so that these outputs' gradients are summed over the ranks before the heads.
+Heads are split over the tensor ranks. The down-projections are replicated. Heads of all ranks
+read their outputs, so the gradients of these outputs are summed over the tensor ranks.
 
 DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -60,17 +60,17 @@ from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_at
 from mcore_parallel.mesh import SINGLE
 
 LATENT_EPSILON = 1e-6
-"""Epsilon of the norms of latent vectors, as in DeepSeek's release, whatever other norms
-have."""
+"""Epsilon of the norms of latent vectors, as in DeepSeek's release; ``--norm-epsilon`` does not
+change it."""
 _NO_INPUTS = BlockInputs()
 
 
 class Indexer(nn.Module):
     """Selects the keys of each token of one layer; replicated over the tensor ranks.
 
-    It is not trained: the loss of the model has no gradient of a choice. Its own loss, the
-    divergence from attention's weights, would need these weights, which fused kernels do not
-    return.
+    The indexer is not trained: the model's loss has no gradient with respect to a selection.
+    DeepSeek's loss of the indexer, the divergence from attention weights, needs these weights,
+    which fused kernels do not return.
 
     Attributes:
         q_up: the queries' latent vector to queries of the indexer.
@@ -90,20 +90,20 @@ class Indexer(nn.Module):
             topk=config.dsa_indexer_topk,
         )
         heads, C, D = self.selection.heads, self.selection.channels, config.hidden_size
-        whole: dict[str, Any] = {"axis": setup.ctx.tp, **setup.factory_kwargs}
-        self.q_up = ReplicatedLinear(config.q_lora_rank, heads * C, **whole)
-        self.k = ReplicatedLinear(D, C, **whole)
+        replicated: dict[str, Any] = {"axis": setup.ctx.tp, **setup.factory_kwargs}
+        self.q_up = ReplicatedLinear(config.q_lora_rank, heads * C, **replicated)
+        self.k = ReplicatedLinear(D, C, **replicated)
         self.k_norm = LayerNorm(
             C, epsilon=LATENT_EPSILON, replicas=setup.ctx.tp, **setup.factory_kwargs
         )
-        self.weights = ReplicatedLinear(D, heads, **whole)
+        self.weights = ReplicatedLinear(D, heads, **replicated)
         self.requires_grad_(False)
 
     @torch.no_grad()
     def forward(
         self, x: Float[Tensor, "s B D"], x_q: Float[Tensor, "s B R"], rotary: RotaryTables
     ) -> tuple[Float[Tensor, "S B I C"], Float[Tensor, "S B I"], Float[Tensor, "S B C"]]:
-        """Return queries, weights of heads and keys of all tokens.
+        """Return the indexer's queries, weights of heads and keys for all tokens.
 
         All-gathers latent vectors, keys and weights under sequence parallelism.
         """
@@ -134,9 +134,9 @@ class LatentAttention(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
-        Down-projections to latent vectors multiply in the model's dtype, those of heads by
+        Down-projections to latent vectors multiply in the model's dtype, up-projections by
         ``setup.gemms``. With ``core_attn`` backward recomputes everything after the
-        up-projections, with ``mla_up_proj`` these too.
+        up-projections, with ``mla_up_proj`` also the up-projections.
         """
         super().__init__()
         config, ctx, self.layer = setup.config, setup.ctx, setup.layer
@@ -154,19 +154,19 @@ class LatentAttention(nn.Module):
         self.key_sizes = (config.qk_head_dim, rotated)
         self.score_factor = _score_factor(config)
         factory_kwargs = setup.factory_kwargs
-        whole: dict[str, Any] = {
+        replicated: dict[str, Any] = {
             "axis": ctx.tp,
             "sequence_parallel": self.sequence_parallel,
             **factory_kwargs,
         }
         queries = N * sum(self.key_sizes)
         if config.q_lora_rank:
-            self.q_down = ReplicatedLinear(D, config.q_lora_rank, **whole)
+            self.q_down = ReplicatedLinear(D, config.q_lora_rank, **replicated)
             self.q_norm = self._norm(config.q_lora_rank, factory_kwargs)
             self.q_up = setup.column_linear(config.q_lora_rank, queries)
         else:
             self.q = setup.column_linear(D, queries)
-        self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
+        self.kv_down = ReplicatedLinear(D, R + rotated, **replicated)
         self.kv_norm = self._norm(R, factory_kwargs)
         self.kv_up = setup.column_linear(R, N * (config.qk_head_dim + config.v_head_dim))
         self.indexer = Indexer(setup) if config.dsa_indexer_topk else None
@@ -184,10 +184,10 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
-        """Attend from every token to itself and earlier tokens.
+        """Attend from every token to itself and earlier tokens; return the projected output.
 
-        Communicates as the linears do (latent vectors, not D channels, are gathered under
-        sequence parallelism), and over ``cp``.
+        Communicates in its linears (sequence parallelism gathers latent vectors, not D
+        channels), and over ``cp``.
 
         Args:
             x: this rank's tokens.
@@ -208,7 +208,7 @@ class LatentAttention(nn.Module):
         return self.proj(mixed)
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project down: return the inputs of queries, keys and values, and the shared key."""
+        """Project down: return the input of queries, the latent of keys, and the shared key."""
         if self.config.q_lora_rank:
             x_q = self.q_down(x)
             x_q = x_q if self.q_norm is None else self.q_norm(x_q)
@@ -224,16 +224,16 @@ class LatentAttention(nn.Module):
     def _selected(
         self, index: tuple[Tensor, ...] | None, documents: Documents | None
     ) -> Tensor | None:
-        """Return a mask of the selected keys; None if every query attends to all of them."""
+        """Return a mask of the selected keys; None if every query attends to all keys."""
         if self.indexer is None or index is None:
             return None
         (q, weights, k), topk = index, self.indexer.selection.topk
         if len(k) <= topk:
             return None
-        seen = visible_keys(len(q), len(k), device=q.device)
+        visible = visible_keys(len(q), len(k), device=q.device)
         if documents is not None:
-            seen = same_document(documents, len(q), len(k), q.device).squeeze(1) & seen
-        return selected_keys(index_scores(q, weights, k), seen, topk)
+            visible = same_document(documents, len(q), len(k), q.device).squeeze(1) & visible
+        return selected_keys(index_scores(q, weights, k), visible, topk)
 
     def _project_queries(self, x_q: Tensor) -> Tensor:
         return self.q_up(x_q) if self.config.q_lora_rank else self.q(x_q)
@@ -257,7 +257,7 @@ class LatentAttention(nn.Module):
         inputs: BlockInputs,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Project up and attend, to the keys of a mask if there is one."""
+        """Project up and attend: to the keys of ``mask``, or without a mask to all keys."""
         tensors = self._project_queries(x_q), self.kv_up(latent), k_rotated
         if "core_attn" in self.recomputed and self.training:
             return recompute(self._core, *tensors, inputs, mask, streams=self.streams)
@@ -286,13 +286,13 @@ class LatentAttention(nn.Module):
         """Attend over the complete sequence, including keys of other context ranks."""
         if self.tracker is not None and self.training:
             self.tracker.note(largest_scores(q, k, cp=self.cp, documents=documents))
-        on_rank = partial(self._attend, documents=documents)
+        attend_on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
-            return on_rank(q, k, v)
+            return attend_on_rank(q, k, v)
         if self.comm_type == "a2a":
-            return ulysses_attention(q, k, v, self.cp, on_rank)
+            return ulysses_attention(q, k, v, self.cp, attend_on_rank)
         if self.comm_type == "all_gather" and self.config.attention_dropout > 0:
-            return context_attention(q, k, v, self.cp, on_rank)
+            return context_attention(q, k, v, self.cp, attend_on_rank)
         channels = v.shape[-1]  # fused blocks require values as wide as queries
         v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
         by_blocks = {
@@ -305,7 +305,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so that each rank drops different weights.
+        # Tensor ranks have different heads: each rank draws its own dropout mask.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
             return self.attend(
@@ -318,13 +318,14 @@ class LatentAttention(nn.Module):
         latent: Tensor,
         k_rotated: Tensor,
         inputs: BlockInputs,
-        remembered: LayerState,
+        layer_state: LayerState,
         index: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Float[Tensor, "S B X"]:
-        """Attend to stored latent vectors: one key head, whose first channels are values.
+        """Attend to stored latent vectors: one key head, whose first R channels are the values.
 
-        The score of a head is q·(K c) = (K^T q)·c with K its rows of ``kv_up``, and its output
-        V (sum of p c), so that keys and values of heads are never computed.
+        With c the latent vector and K, V a head's rows of ``kv_up``, the head's score is
+        q·(K c) = (K^T q)·c and its output sum(p V c) = V sum(p c), so keys and values of heads
+        are never computed.
         """
         R = self.config.kv_lora_rank
         sizes = self.config.qk_head_dim, self.config.v_head_dim
@@ -334,21 +335,22 @@ class LatentAttention(nn.Module):
         if self.sequence_parallel:
             latent = gather_partial_from(latent, self.tp)
         q = torch.cat([torch.einsum("sbnh,nhr->sbnr", plain, to_keys), q_rotated], -1)
-        # A state divides scores by the root of q's width (without the indexer's channels); undo
-        # it in favour of the heads' width.
+        # A state scales scores by 1/sqrt(R + rotated), the width of q without the indexer's
+        # channels; the model's scale is 1/sqrt(nope + rotated).
         q = q * math.sqrt(q.shape[-1] / sum(self.key_sizes))
         k_rotated = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
         k = torch.cat([latent.unsqueeze(2), k_rotated], -1)
-        rules: dict[str, Any] = {"value_dim": R, "backend": self.backend}
+        options: dict[str, Any] = {"value_dim": R, "backend": self.backend}
         if self.indexer is not None and index is not None:
             q, k = pack_queries(q, index[0], index[1]), pack_keys(k, index[2])
-            rules["selection"] = self.indexer.selection
-        mixed = remembered.attend(q, k, None, **rules)[:, :, : plain.shape[2]]
+            options["selection"] = self.indexer.selection
+        # The slice drops the heads of the packed indexer.
+        mixed = layer_state.attend(q, k, None, **options)[:, :, : plain.shape[2]]
         return torch.einsum("sbnr,njr->sbnj", mixed, to_values).flatten(-2)
 
 
 def _score_factor(config: TransformerConfig) -> float:
-    """Return the factor on all scores besides 1 / sqrt(width): muP's times YaRN's."""
+    """Return the factor on scores in addition to 1 / sqrt(width): muP's times YaRN's."""
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor = score_scale(config, width) * math.sqrt(width) if config.use_mup else 1.0
     if config.rope_type != "yarn":

@@ -1,9 +1,9 @@
 """Multi-token prediction: layers after the model that predict tokens further ahead.
 
 Depth k joins the hidden state of depth k-1 with the embedding of the token k positions ahead,
-runs one more layer on both, and its output predicts the token k+1 positions ahead. Embedding
-and output head are the model's own. Every depth is causal: position i attends to tokens up to i
-+ k when it predicts token i + k + 1.
+runs one more layer on both, and predicts the token k+1 positions ahead. All depths share the
+model's embedding and output head. Every depth is causal: position i attends to tokens up to
+i + k to predict token i + k + 1.
 
 DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike its
 equation 21, depth 1 gets the model's hidden state after the final norm.
@@ -28,7 +28,7 @@ class PredictionLayer(nn.Module):
 
     Attributes:
         enorm, hnorm: norms of the embedding and of the hidden state.
-        eh_proj: both, embedding first, to D; replicated over tensor ranks.
+        eh_proj: embedding and hidden state, in this order, to D; replicated over tensor ranks.
         block: a layer like the model's last one.
         final_norm: norm of the layer's output.
     """
@@ -66,12 +66,12 @@ class PredictionLayer(nn.Module):
         Communicates as the block does.
 
         Args:
-            hidden: of the depth before, normed.
-            embedded: tokens one position further than those of the depth before.
-            run: calls the block on the start of a stream, with the inputs of all blocks.
+            hidden: normed hidden state of the previous depth.
+            embedded: embeddings of the tokens one position after those of the previous depth.
+            run: begins a residual stream and calls the block with the inputs of all blocks.
         """
-        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
-        stream = run(self.block, self.eh_proj(both))
+        joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
+        stream = run(self.block, self.eh_proj(joined))
         return stream.normed(self.final_norm)[0], stream.aux
 
 
@@ -94,12 +94,13 @@ def has_token(
         num_rows: B.
         length: S.
         by: number of positions.
-        documents: of the rows; None: each row is one.
+        documents: of the rows; None: each row is one document.
     """
     rows: Sequence[Sequence[int]] = [(0, length)] * num_rows
     if documents is not None:
         rows = [pieces.borders for pieces in documents.rows]
     positions = torch.arange(length)
+    # For every position the end of its document: each end, repeated by the document's length.
     ends = [
         torch.tensor(borders[1:]).repeat_interleave(torch.tensor(borders).diff())
         for borders in rows

@@ -1,9 +1,9 @@
 """Norms of the channels of each token.
 
 A norm's weight is replicated over tensor ranks. Its gradient is complete on every rank if all
-ranks compute the same tokens and channels; if they compute different tokens (sequence
-parallelism) or different heads (norms of queries and keys) it is a part of a sum, which the
-layout declares.
+ranks compute the same tokens and channels. If the ranks compute different tokens (sequence
+parallelism) or different heads (norms of queries and keys), a rank's gradient is a part of a
+sum, which ``layouts`` declares.
 
 Norms of the residual stream follow an addition: ``add_and_norm`` computes both, on a GPU in one
 kernel (``kernels.norm``).
@@ -25,7 +25,8 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import ParamLayout, sliced, whole
 
 NormKernel = Callable[..., Tensor]
-"""Called with x, weight, bias (None: RMSNorm), ``epsilon`` and ``offset`` of the weight."""
+"""Returns the norm of x; arguments: x, weight, bias (None: RMSNorm), ``epsilon``, ``offset``
+(added to the weight)."""
 
 
 class _Norm(nn.Module):
@@ -52,7 +53,7 @@ class _Norm(nn.Module):
             size: channels of the last dimension.
             epsilon: added to the mean square.
             zero_centered: store the weight minus 1.
-            weight: whether there is one.
+            weight: whether the norm has a weight.
             replicas: ranks that hold the weight.
             partial: ranks whose gradients of the weight are parts of a sum.
             device: of the weight.
@@ -80,18 +81,18 @@ class _Norm(nn.Module):
         return self(total), total
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the parameters, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the parameters."""
         return {
             name: whole("", tuple(parameter.shape), self.replicas, self.partial)
             for name, parameter in self.named_parameters(recurse=False)
         }
 
     def parameters_of_kernel(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias for the kernel, which computes RMSNorm without a bias."""
+        """Return the kernel's weight and bias; bias None makes it compute RMSNorm."""
         return self._weight_for(x), None
 
     def _weight_for(self, x: Tensor) -> Tensor:
-        """Return the weight; ones of the dtype of x for a norm without one."""
+        """Return the weight, or ones in the dtype of x if the norm has no weight."""
         return x.new_ones(x.shape[-1]) if self.weight is None else self.weight
 
     def _constants(self) -> dict[str, float]:
@@ -107,14 +108,14 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Subtract the mean, divide by the standard deviation, times a weight, plus any bias.
+    """Subtract the mean, divide by the standard deviation, times a weight, plus a bias if any.
 
     Reference:
         Ba et al. 2016, arXiv:1607.06450.
     """
 
     def __init__(self, size: int, *, bias: bool = True, **options: Any) -> None:
-        """Allocate weight and, with ``bias``, a bias; see ``RMSNorm``."""
+        """Allocate weight and, with ``bias``, a bias; ``options`` are those of ``RMSNorm``."""
         super().__init__(size, **options)
         self.bias = None
         if bias and self.weight is not None:
@@ -151,7 +152,7 @@ def build_norm(
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over channels that are split over the ranks of an axis, all heads as one.
+    """RMSNorm of all heads together, over channels that are split over the ranks of an axis.
 
     Reference:
         OLMo team 2024, arXiv:2501.00656, section 3: norms of complete queries and keys.
@@ -183,17 +184,18 @@ class SplitRMSNorm(nn.Module):
         self.weight = _identity(size // axis.size, zero_centered, device, dtype)
 
     def forward(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
-        """Norm the last dimension; all-reduces a number for each token, and its gradient."""
+        """Norm the last dimension; all-reduces each token's sum of squares and its gradient."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
-        # Every rank's output depends on the sum, so that its gradient is summed as well.
+        # reduce_from sums in forward. Every rank's output depends on that sum, so copy_to
+        # sums the gradient in backward.
         total = reduce_from(copy_to(squares, self.axis), self.axis)
         normed = wide * torch.rsqrt(total / self.size + self.epsilon)
         return (normed * weight).to(x.dtype)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the weight, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the weight."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
 
 
@@ -221,14 +223,14 @@ class HeadNorm(nn.Module):
             config: of the model: kind of norm, epsilon, whether weights are stored minus 1.
             heads: over all ranks.
             axis: ranks that split the heads evenly.
-            device: of the gains.
-            dtype: of the gains.
+            device: of the weights.
+            dtype: of the weights.
         """
         super().__init__()
         self.config, self.heads, self.axis = config, heads, axis
         H, zero_centered = head_dim(config), config.apply_layernorm_1p
-        gains = _identity(heads // axis.size * H, zero_centered, device, dtype)
-        self.weight = nn.Parameter(gains.unflatten(0, (-1, H)).detach())
+        weight = _identity(heads // axis.size * H, zero_centered, device, dtype)
+        self.weight = nn.Parameter(weight.unflatten(0, (-1, H)).detach())
 
     def forward(self, x: Float[Tensor, "*B n H"]) -> Float[Tensor, "*B n H"]:
         """Norm the last dimension, in float32 or wider."""
@@ -239,7 +241,7 @@ class HeadNorm(nn.Module):
         return (norm(wide, x.shape[-1:], eps=config.norm_epsilon) * weight).to(x.dtype)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the gains, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the weight."""
         return {"weight": sliced("", (self.heads, head_dim(self.config)), 0, self.axis)}
 
 

@@ -1,9 +1,9 @@
-"""Per-layer embeddings: every layer reads a small vector of its own for each token.
+"""Per-layer embeddings: every layer adds a small vector of the token to the stream.
 
-One table has a vector for each token and layer; a projection of the first layer's input is
-added to it. A layer gates the vector by its stream, projects it, and adds its norm to the
-stream. The table is split by vocabulary over the tensor ranks; the narrow matrices are
-replicated.
+One table stores a vector for each token and layer; a projection of the first layer's input is
+added to the vector. A layer gates its vector by the stream, projects the result to D channels,
+and adds the norm of the projection to the stream. The table is split by vocabulary over the
+tensor ranks; the narrow matrices are replicated.
 
 Reference:
     Gemma team 2025, Gemma 3n model card and developer guide: per-layer embeddings.
@@ -73,13 +73,13 @@ class PerLayerEmbedding(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B S"], x: Float[Tensor, "s B D"]
     ) -> Float[Tensor, "s B L P"]:
-        """Look up and project; communicates as the embedding does.
+        """Return each layer's vector of every token; communicates like the main embedding.
 
         Args:
             tokens: ids.
-            x: their embeddings, the input of the first layer.
+            x: embeddings of the tokens, the input of the first layer.
         """
-        # Round the factor to the model's dtype first, as that of embeddings.
+        # The factor is rounded to the model's dtype, like the factor of the main embedding.
         factor = torch.tensor(math.sqrt(self.width), dtype=x.dtype).item()
         looked_up = (self.table(tokens) * factor).unflatten(-1, (-1, self.width))
         projected = self.proj(x) * x.shape[-1] ** -0.5
@@ -108,6 +108,6 @@ class LayerInput(nn.Module):
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
-        """Gate and project this layer's vectors; no communication."""
-        assert inputs.layer_inputs is not None, "a model computes these before its layers"
+        """Gate this layer's vectors by x and project them to D; no communication."""
+        assert inputs.layer_inputs is not None, "the model must compute layer_inputs first"
         return self.proj(gelu_tanh(self.gate(x)) * inputs.layer_inputs[..., self.layer, :])

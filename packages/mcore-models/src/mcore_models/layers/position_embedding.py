@@ -1,4 +1,4 @@
-"""Learned positions: a vector for each position in a sequence, added to the token's."""
+"""Learned positions: a vector for each position of a sequence, added to the embedding."""
 
 import torch
 from jaxtyping import Float, Int
@@ -43,7 +43,7 @@ class PositionEmbedding(nn.Module):
         )
 
     def forward(self, positions: Int[Tensor, "*B S"]) -> Float[Tensor, "s *b D"]:
-        """Look positions up: ``[S, 1, D]`` from ``[S]``, ``[S, B, D]`` from ``[B, S]``.
+        """Return vectors of positions: ``[S]`` to ``[S, 1, D]``, ``[B, S]`` to ``[S, B, D]``.
 
         Under sequence parallelism only this rank's S/tp positions are looked up.
 
@@ -57,6 +57,6 @@ class PositionEmbedding(nn.Module):
         return nn.functional.embedding(positions + self.offset, self.weight)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the table, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the table."""
         partial = self.axis if self.sequence_parallel else SINGLE
         return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}

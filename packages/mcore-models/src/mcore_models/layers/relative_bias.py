@@ -1,6 +1,6 @@
 """T5's positions: a learned bias for each distance and head, added to attention scores.
 
-Short distances have a bias each, long ones share biases in ranges that grow with the logarithm.
+Each short distance has a bias; long distances share biases in ranges that grow exponentially.
 The tables of encoder and decoder are on the first pipeline stage, which sends biases on;
 gradients return the same way.
 
@@ -40,7 +40,7 @@ class RelativePositionBias(nn.Module):
         self.weight = nn.Parameter(local)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the table, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the table."""
         return {"weight": sliced("", self.shape, 1, self.axis)}
 
 
@@ -57,27 +57,29 @@ def distance_buckets(
     Args:
         queries: positions of the queries in the complete sequence.
         keys: positions of the keys.
-        both_sides: later keys have buckets of their own, as in an encoder; else they share
-            that of distance 0.
+        both_sides: keys after the query have separate buckets, as in an encoder; otherwise
+            they share the bucket of distance 0.
         num_buckets: rows of the table.
-        max_distance: distance from which on all share a row.
+        max_distance: distances from this one on share the last row.
     """
-    away = keys[None, :] - queries[:, None]
-    base = torch.zeros_like(away)
+    distance = keys[None, :] - queries[:, None]
+    base = torch.zeros_like(distance)
     if both_sides:
         num_buckets //= 2
-        base = torch.where(away > 0, num_buckets, 0)
-        away = away.abs()
+        base = torch.where(distance > 0, num_buckets, 0)
+        distance = distance.abs()
     else:
-        away = (-away).clamp(min=0)
+        distance = (-distance).clamp(min=0)
+    # Half of the buckets hold one distance each. The others divide the range from ``exact`` to
+    # ``max_distance`` evenly on a logarithmic scale.
     exact = num_buckets // 2
-    growth = (away.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    growth = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
     far = exact + (growth * (num_buckets - exact)).long()
-    return base + torch.where(away < exact, away, far.clamp(max=num_buckets - 1))
+    return base + torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
 
 
 def position_scores(
     table: Float[Tensor, "b n"], buckets: Int[Tensor, "q Z"]
 ) -> Float[Tensor, "1 n q Z"]:
-    """Look up the biases on the scores of this rank's heads."""
+    """Return the biases on the scores of this rank's heads, from the table and the buckets."""
     return table[buckets].permute(2, 0, 1).unsqueeze(0)  # [q, Z, n] -> [1, n, q, Z]

@@ -1,4 +1,4 @@
-"""A linear replicated over tensor ranks, for narrow matrices between split ones."""
+"""A linear replicated over tensor ranks, for matrices too narrow to split."""
 
 import torch
 from jaxtyping import Float
@@ -38,7 +38,7 @@ class ReplicatedLinear(nn.Module):
             in_features: D.
             out_features: F.
             axis: ranks that hold the weight.
-            bias: whether to add one.
+            bias: whether the linear has a bias.
             sequence_parallel: whether the ranks have different tokens.
             device: of the weight.
             dtype: of the weight.
@@ -55,7 +55,7 @@ class ReplicatedLinear(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
-        """Multiply; no communication."""
+        """Return ``x W^T`` plus the bias, if there is one; no communication."""
         return column_parallel(x, self.weight, self.bias, SINGLE, False)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
@@ -63,7 +63,7 @@ class ReplicatedLinear(nn.Module):
         return [self.weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe weight and bias, see ``mcore_parallel.sharding``."""
+        """Return the sharding of weight and bias."""
         return {
             name: whole("", tuple(parameter.shape), self.replicas, self.partial)
             for name, parameter in self.named_parameters(recurse=False)

@@ -23,7 +23,7 @@ Norm = RMSNorm | LayerNorm | nn.Identity
 """Norm before a mixer; the identity in families that norm only outputs of mixers."""
 Output = TypeVar("Output")
 MixerOutput = Tensor | tuple[Tensor, Tensor]
-"""Addition to the stream, ``[s, B, D]``, or that and a scalar auxiliary loss."""
+"""A mixer's output ``[s, B, D]``, or the output and a scalar auxiliary loss."""
 
 
 class Residual(NamedTuple):
@@ -34,13 +34,13 @@ class Residual(NamedTuple):
 
     x: Float[Tensor, "s B D"]
     branch: Float[Tensor, "s B D"] | None
-    """Still to be added; None: nothing is left to add."""
+    """A mixer's output that is not yet added to ``x``; None: nothing to add."""
     aux: Float[Tensor, ""]
     """Auxiliary losses of the layers so far, float32 or wider."""
 
     @classmethod
     def begin(cls, x: Float[Tensor, "s B D"]) -> "Residual":
-        """Start a stream, without auxiliary losses."""
+        """Return a stream that starts with ``x``, with auxiliary losses of 0."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return cls(x, None, torch.zeros((), device=x.device, dtype=wide))
 
@@ -60,7 +60,10 @@ class Residual(NamedTuple):
     def plus(
         self, branch: Float[Tensor, "s B D"], aux: Float[Tensor, ""] | None = None
     ) -> "Residual":
-        """Return the stream with one more output to add, and its auxiliary loss added."""
+        """Return the stream with ``branch`` as pending output, and ``aux`` added to its losses.
+
+        A previous pending output is added to ``x``.
+        """
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
     def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
@@ -86,11 +89,11 @@ class OutputScale(nn.Module):
         self.weight = nn.Parameter(torch.ones(1, **factory_kwargs), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Multiply."""
+        """Return ``x * weight``."""
         return x * self.weight
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the number, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the number."""
         return {"weight": whole("", (1,), self.replicas)}
 
 
@@ -158,7 +161,7 @@ class ResidualBlock(nn.Module):
             stream: x, and an output that the norm adds to it.
             norm: applied to the stream before the mixer.
             mixer: the mixer, as a function of the normed stream.
-            recomputed_as: the mixer's name among ``--recompute-modules``; empty: it has none.
+            recomputed_as: the mixer's name among ``--recompute-modules``; empty: no name.
         """
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:

@@ -45,7 +45,7 @@ def build_rotary(
 def build_local_rotary(
     config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
 ) -> RotaryTables | None:
-    """Compute the rotary tables of layers with a window; None: as in other layers."""
+    """Compute the rotary tables of layers with a window; None: they have no separate tables."""
     if not config.rotary_base_local or config.position_embedding_type != "rope":
         return None
     frequencies = _base_frequencies(config, config.rotary_base_local, positions.device)
@@ -55,17 +55,19 @@ def build_local_rotary(
 def query_temperature(
     config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
 ) -> Float[Tensor, "S b 1 1"] | None:
-    """Return the factor on queries of layers without rotation, or of all; None: 1.
+    """Return the factor on queries of layers without rotation, or of all layers; None: 1.
 
-    Scores are sharpened as the context grows, as in the releases of Llama 4 and Ministral 3.
+    ``1 + scale * ln(1 + position // span)`` sharpens scores as the context grows, as in the
+    releases of Llama 4 and Ministral 3.
     """
     span = config.attention_temperature_span
     if not span:
         return None
     positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
     wide = torch.promote_types(dtype, torch.float32)
-    counted = positions + (config.attention_temperature_layers == "unrotated")
-    spans = (counted // span).to(wide)
+    # Llama 4 ("unrotated") counts the token itself, Ministral 3 ("all") only earlier tokens.
+    num_tokens = positions + (config.attention_temperature_layers == "unrotated")
+    spans = (num_tokens // span).to(wide)
     return (1 + config.attention_temperature_scale * torch.log1p(spans))[..., None, None]
 
 
@@ -82,8 +84,8 @@ def rotary_frequencies(
     if config.rope_type == "yarn":
         frequencies = _yarn(frequencies, config)
     if config.rope_type == "proportional":
-        turning = int(config.rotary_percent * rotary_size(config)) // 2
-        frequencies[turning:] = 0.0
+        num_rotated = int(config.rotary_percent * rotary_size(config)) // 2
+        frequencies[num_rotated:] = 0.0  # the other pairs keep angle 0
     if config.rope_type == "longrope":
         is_long = length > config.original_max_position_embeddings
         factors = config.longrope_long_factor if is_long else config.longrope_short_factor
@@ -127,8 +129,8 @@ def _grown_base(config: TransformerConfig, length: int) -> float:
     size = rotary_size(config)
     if length <= context:
         return config.rotary_base
-    grown = factor * length / context - (factor - 1)
-    return config.rotary_base * grown ** (size / (size - 2))
+    growth = factor * length / context - (factor - 1)
+    return config.rotary_base * growth ** (size / (size - 2))
 
 
 def rotary_tables(
@@ -172,21 +174,22 @@ def rotary_kernel(config: TransformerConfig) -> KernelFunction[..., Any] | None:
 
 
 def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, blend between.
+    """Divide low frequencies by the factor, keep high frequencies, and blend in between.
 
     LLaMA 3.1: Grattafiori et al. 2024, arXiv:2407.21783; the blend is in the model's release.
     """
     context = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-    # Turns of a pair within the original context: pairs with few turns are stretched.
+    # Rotations of a pair within the original context: pairs with few rotations are stretched.
     turns = context * frequencies / (2 * math.pi)
-    # A step if both bounds are equal.
-    kept = ((turns - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+    # Share of each frequency that is not divided. If both bounds are equal, the small
+    # denominator makes the blend a step.
+    unscaled = ((turns - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)
+    return frequencies * (unscaled + (1 - unscaled) / config.rope_scaling_factor)
 
 
 def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Divide frequencies by the factor, except of channels with many turns; blend in between.
+    """Divide frequencies of pairs with few rotations by the factor; blend towards the others.
 
     The bounds of the blend are rounded outwards to channels, as in most published models.
 
@@ -196,7 +199,7 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     size, context = rotary_size(config), config.original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """Return the pair that makes this number of turns within the original context."""
+        """Return the index of the pair that rotates ``turns`` times in the original context."""
         ratio = context / (2 * math.pi * turns)
         return size / 2 * math.log(ratio) / math.log(config.rotary_base)
 
@@ -205,6 +208,6 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
         ends = math.floor(ends[0]), math.ceil(ends[1])
     low, high = max(ends[0], 0), min(ends[1], size - 1)
     index = torch.arange(frequencies.shape[0], dtype=torch.float64, device=frequencies.device)
-    # A step if both bounds are equal.
+    # If both bounds are equal, the small denominator makes the blend a step.
     stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return frequencies * (1 - stretched + stretched / config.rotary_scaling_factor)

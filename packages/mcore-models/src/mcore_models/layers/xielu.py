@@ -1,4 +1,4 @@
-"""xIELU: an activation without a gate whose two slopes each layer learns (Apertus)."""
+"""xIELU: an activation without a gate, with two slopes that each layer learns (Apertus)."""
 
 import math
 from typing import Any
@@ -34,21 +34,22 @@ class XIELU(nn.Module):
         """Allocate the four numbers with their initial values.
 
         Args:
-            axis: ranks that split the channels; each holds the numbers.
+            axis: ranks that split the channels; each rank holds all four numbers.
             factory_kwargs: device and dtype.
         """
         super().__init__()
         self.axis = axis
         trained = {"alpha_p": (SLOPE,), "alpha_n": (SLOPE - BETA,)}
         for name, values in trained.items():
-            inverse = [math.log(math.expm1(value)) for value in values]  # of softplus
+            # Stored before softplus, whose inverse is ln(e^y - 1).
+            inverse = [math.log(math.expm1(value)) for value in values]
             setattr(self, name, nn.Parameter(torch.tensor(inverse, **factory_kwargs)))
         for name, value in {"beta": BETA, "eps": EPSILON}.items():
             number = torch.tensor(value, **factory_kwargs)
             setattr(self, name, nn.Parameter(number, requires_grad=False))
 
     def forward(self, x: Float[Tensor, "*B F"]) -> Float[Tensor, "*B F"]:
-        """Activate every element; saves x alone for backward."""
+        """Return the activation of every element; saves only x and the numbers for backward."""
         numbers = (self.alpha_p, self.alpha_n, self.beta, self.eps)
         return _XIELU.apply(x, *(number.to(x.dtype) for number in numbers))  # pyrefly: ignore
 

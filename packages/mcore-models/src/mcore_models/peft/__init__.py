@@ -1,1 +1,1 @@
-"""Fine-tuning of few parameters beside a frozen model: LoRA and DoRA."""
+"""Fine-tuning of a frozen model by adapters with few parameters: LoRA and DoRA."""

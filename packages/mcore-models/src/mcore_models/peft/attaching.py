@@ -1,6 +1,6 @@
-"""Attaches adapters to the linears of a model, fills them, and merges them.
+"""Functions that attach adapters to the linears of a model, initialize and merge them.
 
-A linear gets its adapter as a submodule named ``adapter``, which a forward hook calls: the
+An adapter is a submodule of its linear named ``adapter``, which a forward hook calls. The
 linear's own parameters keep their names, so that a checkpoint of the model loads with or
 without adapters.
 """
@@ -32,12 +32,10 @@ def attach_adapters(
 ) -> None:
     """Freeze a model, or one of its stages, and attach adapters to its linears, in place.
 
-    Tables of ``modules_to_save`` are not frozen.
-
-    The model's function is unchanged: B is zero. A is drawn from U(-1, 1) / sqrt(width), equal
-    under every layout. With ``dora`` the lengths of rows are all-reduced over the ranks that
-    share columns, for weights that are filled already; call ``start_magnitudes`` after others
-    are loaded.
+    Tables of ``modules_to_save`` are not frozen. The model's function is unchanged, as B is
+    zero. A is drawn from U(-1, 1) / sqrt(width), equal under every layout. With ``dora``,
+    magnitudes are set to the row lengths of the present weights, all-reduced over the ranks
+    that share columns; call ``start_magnitudes`` again after loading other weights.
 
     Args:
         model: before ``DataParallel``; parameters on the meta device stay there.
@@ -49,7 +47,7 @@ def attach_adapters(
         ValueError: if ``peft`` is none, or ``dora`` targets routed experts.
     """
     if config.peft == "none":
-        raise ValueError("--peft none adds no adapters: use lora or dora.")
+        raise ValueError("--peft none does not add adapters: use lora or dora.")
     model.requires_grad_(False)
     for path, module in list(model.named_modules()):
         if "blocks" not in path.split("."):
@@ -66,12 +64,12 @@ def attach_adapters(
 
 
 def start_magnitudes(model: nn.Module, weights: Mapping[str, Shard] | None = None) -> None:
-    """Set DoRA's magnitudes to the lengths of the weights' rows, after these were loaded.
+    """Set DoRA's magnitudes to the lengths of the weights' rows, after weights are loaded.
 
     All-reduces the lengths over the ranks that share columns.
 
     Args:
-        model: with adapters; weights of their linears are split over tensor ranks only.
+        model: with adapters; weights of adapted linears are split over tensor ranks only.
         weights: this rank's part of the model by logical name, if data ranks shard it
             (``GradientSync.weight_shards``); default: the model's own parameters.
     """
@@ -82,25 +80,28 @@ def start_magnitudes(model: nn.Module, weights: Mapping[str, Shard] | None = Non
             continue
         lengths = adapter.row_lengths(linear.weight)
         for name, shard in shards_of([(named[id(adapter.magnitude)], lengths)]).items():
-            held = weights[name].pieces if name in weights else ()
-            for source, target in product(shard.pieces, held):
+            targets = weights[name].pieces if name in weights else ()
+            for source, target in product(shard.pieces, targets):
                 begin = target.offsets[0] - source.offsets[0]
                 if 0 <= begin <= begin + target.lengths[0] <= source.lengths[0]:
                     target.data.copy_(source.data[begin : begin + target.lengths[0]])
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add every adapter to its weight and remove it, in place.
+    """Add every adapter to its linear's weight and remove the adapter, in place.
 
-    The model's function is unchanged up to rounding, without the adapters' cost; it stays
-    frozen.
+    The model's function is unchanged up to rounding, without the adapters' cost. The weights
+    remain frozen.
 
     Raises:
-        ValueError: if experts have adapters, which ``mcore-ckpt convert`` merges.
+        ValueError: if experts have adapters: use ``mcore-ckpt convert``.
     """
     for path, module in model.named_modules():
         if isinstance(module, ExpertsAdapter):
-            raise ValueError(f"{path}: adapters of experts are merged by mcore-ckpt convert.")
+            raise ValueError(
+                f"{path}: adapters of experts cannot be merged in memory: save them, and merge "
+                "the checkpoint by mcore-ckpt convert."
+            )
     for linear, adapter in adapted_linears(model):
         with torch.no_grad():
             linear.weight.copy_(adapter.merged(linear.weight))
@@ -108,14 +109,16 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def adapted_linears(model: nn.Module) -> list[tuple[Any, LinearAdapter]]:
-    """List the linears that have adapters, with their adapters."""
-    found = [(module, getattr(module, ADAPTER, None)) for module in model.modules()]
-    return [(module, own) for module, own in found if isinstance(own, LinearAdapter)]
+    """Return the linears that have adapters, each with its adapter."""
+    pairs = [(module, getattr(module, ADAPTER, None)) for module in model.modules()]
+    return [
+        (linear, adapter) for linear, adapter in pairs if isinstance(adapter, LinearAdapter)
+    ]
 
 
 @contextmanager
 def adapters_off(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute the frozen model inside, as if no adapters were attached; no communication."""
+    """Return a context in which models compute without their adapters; no communication."""
     kinds = LinearAdapter, ExpertsAdapter
     adapters = [each for model in models for each in model.modules() if isinstance(each, kinds)]
     for adapter in adapters:
@@ -155,13 +158,16 @@ def _attach_to_experts(
         if len(set(chosen)) > 1:
             raise ValueError(
                 f"--lora-target-modules {' '.join(config.lora_target_modules)} matches some "
-                f"experts of {path} and not others: name all of them, or none."
+                f"experts of {path} but not all: use patterns that match all experts or none."
             )
         is_adapted.append(chosen[0])
     if not any(is_adapted):
         return
     if config.peft == "dora":
-        raise ValueError("--peft dora has no routed experts: use lora, or other targets.")
+        raise ValueError(
+            "--peft dora does not support routed experts: use lora, or other "
+            "--lora-target-modules."
+        )
     experts.adapter = ExpertsAdapter(experts, is_adapted, config, streams=streams)
 
 
@@ -173,7 +179,7 @@ def _remove(linear: nn.Module) -> None:
 
 
 def _fill(model: nn.Module, seed: int) -> None:
-    """Draw A like torch draws a linear's weight: uniform, by the width of its input."""
+    """Fill A like torch a linear's weight: uniform in +-1 / sqrt(width of the input)."""
     for named in named_parameters(model):
         part = named.layout.parts[0]
         if named.parameter.is_meta or not part.name.endswith(f".{A_NAME}"):

@@ -1,4 +1,4 @@
-"""``PeftConfig``: which linears get an adapter, and its rank. The standard library only.
+"""``PeftConfig``: linears that get adapters, and the adapters' rank. Standard library only.
 
 Linears are named by the logical names of their matrices without ``.weight``:
 ``blocks.7.attention.qkv.q``, ``blocks.7.mlp.fc1.gate``, ``blocks.7.moe.experts.3.fc2``. A
@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 """Every linear of the layers except routed experts."""
 
 ADAPTER = "adapter"
-"""Name of the submodule that a linear or a layer's experts get."""
+"""Name of the adapter's submodule in a linear or in a layer's experts."""
 
 BLOCK = 64
 """Columns of a quantized base that share a float32 scale."""
@@ -42,18 +42,18 @@ OTHER_WORDS: Mapping[str, str] = {
     "embed_tokens": "embedding",
     "lm_head": "head",
 }
-"""Names of Hugging Face and Megatron, and ours."""
+"""Our word for each name of Hugging Face and Megatron."""
 
 TABLES: Mapping[str, tuple[str, ...]] = {
     "embedding": ("embedding.weight",),
     "head": ("head.weight", "lm_head.bias"),
 }
-"""Choices of --modules-to-save, and their logical tensors, of which a model may lack some."""
+"""Choices of --modules-to-save, and their logical tensors; a model may lack some of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftConfig(Options):
-    """Adapters that are trained instead of the model, whose weights are frozen."""
+    """Adapters that are trained while the model's weights are frozen."""
 
     peft: Literal["none", "lora", "dora"] = option(
         "none",
@@ -64,8 +64,8 @@ class PeftConfig(Options):
             )
         },
     )
-    """Train adapters of a frozen model: a matrix of low rank (lora), and a magnitude of each
-    output (dora). none: train the model itself."""
+    """Train adapters of a frozen model: matrices of low rank (lora), or matrices of low rank
+    and a magnitude of each output (dora). none: train the model itself."""
 
     lora_target_modules: tuple[str, ...] = option(
         (ALL_LINEAR,), part_of={"peft": ("lora", "dora")}
@@ -77,7 +77,7 @@ class PeftConfig(Options):
     """Rank of the adapters, 1 or more."""
 
     lora_alpha: float = option(32.0, above=0, part_of={"peft": ("lora", "dora")})
-    """Adapters are multiplied by this divided by their rank; above 0."""
+    """The output of adapters is multiplied by --lora-alpha / --lora-dim; above 0."""
 
     lora_dropout: float = option(
         0.0, minimum=0, below=1, part_of={"peft": ("lora", "dora")}, shrinks_to=0.0
@@ -85,23 +85,24 @@ class PeftConfig(Options):
     """Probability of dropping an element of an adapter's input, 0 to below 1."""
 
     modules_to_save: tuple[str, ...] = option((), part_of={"peft": ("lora", "dora")})
-    """Tables that are trained whole beside the adapters and saved with them, as for new tokens:
-    embedding (embed_tokens), head (lm_head). A head that is tied is the embedding."""
+    """Tables that are trained in addition to the adapters and saved with them, for example for
+    new tokens: embedding (embed_tokens), head (lm_head). A tied head is the embedding."""
 
     peft_base_bits: int = option(
         0,
         part_of={"peft": ("lora", "dora")},
         excludes={
-            "fp8_format": Because("as no weights could be kept cast", "e4m3", "hybrid"),
+            "fp8_format": Because("as it has no casts of quantized weights", "e4m3", "hybrid"),
             "cuda_graph_impl": Because(
-                "which does not follow weights that move in memory", "full_iteration", "local"
+                "which requires weights at fixed addresses", "full_iteration", "local"
             ),
-            "sample_interval": Because("as there are no weights that it could copy"),
+            "sample_interval": Because("as it cannot copy quantized weights"),
         },
         shrinks_to=0,
     )
     """Bits of the frozen weights of linears with adapters, and of routed experts: 8 or 4
-    (QLoRA) stores them quantized and dequantizes each for its GEMMs; 0: not quantized."""
+    (QLoRA) stores these weights quantized and dequantizes each for its GEMMs; 0: not
+    quantized."""
 
     rules = (
         Rule(
@@ -112,7 +113,7 @@ class PeftConfig(Options):
         Rule(
             ("lora_target_modules",),
             lambda v: not v.lora_target_modules,
-            "--lora-target-modules names no linear: give at least one.",
+            "--lora-target-modules is empty: give at least one pattern, such as all-linear.",
         ),
         Rule(
             ("modules_to_save",),
@@ -124,13 +125,13 @@ class PeftConfig(Options):
         Rule(
             ("modules_to_save", "is_fully_sharded"),
             lambda v: v.modules_to_save and v.is_fully_sharded,
-            "--modules-to-save {modules_to_save} excludes gathering rows by layers: use "
+            "--modules-to-save {modules_to_save} does not support fully sharded weights: use "
             "--use-distributed-optimizer.",
         ),
         Rule(
             ("peft_base_bits", "is_fully_sharded"),
             lambda v: v.peft_base_bits and v.is_fully_sharded,
-            "--peft-base-bits {peft_base_bits} excludes gathering rows by layers: use "
+            "--peft-base-bits {peft_base_bits} does not support fully sharded weights: use "
             "--use-distributed-optimizer.",
         ),
     )
@@ -142,37 +143,34 @@ class PeftConfig(Options):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Logical tensors that are trained whole, of which a model may lack some."""
+        """Logical tensors of ``modules_to_save``; a model may lack some of them."""
         chosen = (TABLES[OTHER_WORDS.get(name, name)] for name in self.modules_to_save)
         return tuple(tensor for tensors in chosen for tensor in tensors)
 
     def is_trained(self, name: str) -> bool:
-        """Whether a logical tensor is trained: an adapter's, or a table of modules_to_save."""
+        """Return whether a logical tensor is trained: of an adapter or of modules_to_save."""
         return is_adapter(name) or name.removeprefix("model.") in self.tables
 
     def is_target(self, name: str) -> bool:
-        """Whether a linear gets an adapter."""
+        """Return whether a linear gets an adapter."""
         return any(is_meant(pattern, name) for pattern in self.lora_target_modules)
 
 
 def is_meant(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a linear, by the name of its matrix without ``.weight``."""
+    """Return whether a pattern matches a linear, named by its matrix without ``.weight``."""
     if pattern == ALL_LINEAR:
         return ".experts." not in name
     words = name.split(".")
-    wanted = OTHER_WORDS.get(pattern, pattern).split(".")
+    pattern_words = OTHER_WORDS.get(pattern, pattern).split(".")
+    count = len(pattern_words)
     return any(
-        all(map(fnmatchcase, words[start : start + len(wanted)], wanted))
-        for start in range(len(words) - len(wanted) + 1)
+        all(map(fnmatchcase, words[start : start + count], pattern_words))
+        for start in range(len(words) - count + 1)
     )
 
 
 def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List the linears that can have an adapter.
-
-    Returns:
-        Names of their matrices, without ``.weight``.
-    """
+    """Return the linears that can have an adapter: names of matrices without ``.weight``."""
     return [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
@@ -183,27 +181,32 @@ def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def adapter_shapes(
     config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """List the trained tensors of a model with these tensors: of adapters, and whole tables."""
+    """Return the shapes of a model's trained tensors: adapters and ``modules_to_save``.
+
+    Args:
+        config: targets and rank.
+        shapes: of the model's logical tensors.
+    """
     tables = config.tables if config.peft != "none" else ()
-    found = {name: shapes[name] for name in tables if name in shapes}
+    trained = {name: shapes[name] for name in tables if name in shapes}
     for name in filter(config.is_target, linears(shapes) if config.peft != "none" else ()):
         rows, columns = shapes[f"{name}.weight"]
-        found |= {
+        trained |= {
             f"{name}.lora_A.weight": (config.lora_dim, columns),
             f"{name}.lora_B.weight": (rows, config.lora_dim),
         }
         if config.peft == "dora":
-            found[f"{name}.lora_magnitude_vector"] = (rows,)
-    return found
+            trained[f"{name}.lora_magnitude_vector"] = (rows,)
+    return trained
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a logical tensor belongs to an adapter."""
+    """Return whether a logical tensor belongs to an adapter."""
     return ADAPTER in name.split(".")
 
 
 def without_target(config: PeftConfig, names: Iterable[str]) -> list[str]:
-    """List the patterns that match none of these linears."""
+    """Return the patterns of ``lora_target_modules`` that match none of the linears."""
     names = list(names)
     return [
         pattern

@@ -1,7 +1,7 @@
 """LoRA of routed experts: each expert has its own A and B, in grouped GEMMs.
 
-Split like the experts: over the expert ranks by experts, over the ranks that share an expert's
-matrices by the rows of B for the first matrix and the columns of A for the second.
+Adapters are split like the experts: over ``ep`` by experts, over ``expert_tp`` by the rows of B
+for the first matrix and by the columns of A for the second.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ class ExpertsAdapter(nn.Module):
 
         Args:
             experts: the experts; no reference is stored.
-            is_adapted: whether gate and up-projection (or the one first matrix) and the second
-                matrix have adapters; at least one has.
+            is_adapted: for gate and up-projection (or the first matrix), then for the second
+                matrix, whether it has an adapter; at least one is true.
             config: rank, factor, dropout.
             streams: of dropout.
         """
@@ -77,12 +77,12 @@ class ExpertsAdapter(nn.Module):
         rows: Float[Tensor, "R D"],
         offsets: Int[Tensor, " E"],
     ) -> Float[Tensor, "R F"]:
-        """Add the adapters' outputs to those of the first matrices; no communication.
+        """Return the first matrices' outputs plus the adapters'; no communication.
 
         Args:
             hidden: outputs of the first matrices.
-            rows: their inputs, sorted by expert.
-            offsets: first row of each expert, and the end of the last one.
+            rows: inputs of the first matrices, sorted by expert.
+            offsets: first row of each expert, and the end of the last expert's rows.
         """
         if self.fc1_A is None or self.fc1_B is None:
             return hidden
@@ -92,14 +92,14 @@ class ExpertsAdapter(nn.Module):
     def add_fc2(
         self, y: Float[Tensor, "R D"], active: Float[Tensor, "R F"], offsets: Int[Tensor, " E"]
     ) -> Float[Tensor, "R D"]:
-        """Add the adapters' outputs to those of the second matrices: a part of a sum."""
+        """Return the second matrices' outputs plus the adapters', a part of a sum."""
         if self.fc2_A is None or self.fc2_B is None:
             return y
         narrow = self.linear(self.dropout(active), self.fc2_A, offsets)
         return y + self.scale * self.linear(narrow, self.fc2_B, offsets)
 
     def _wide_b(self, up: Tensor) -> Float[Tensor, "e F R"]:
-        """Return one block-diagonal B: each of gate and up multiplies the output of its A."""
+        """Return a block-diagonal B: gate and up each multiply the output of their own A."""
         pieces, n = iter(up.split(self.width, dim=1)), sum(self.first)
         before, rows = 0, []
         for has in self.first:
@@ -112,38 +112,38 @@ class ExpertsAdapter(nn.Module):
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the matrices expert by expert, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the matrices expert by expert."""
         D, width = self.sizes
         begin, e_tp = self.expert_tp.rank * self.width, self.expert_tp
-        found: dict[str, list[Part]] = {"fc1_A": [], "fc1_B": [], "fc2_A": [], "fc2_B": []}
+        parts: dict[str, list[Part]] = {"fc1_A": [], "fc1_B": [], "fc2_A": [], "fc2_B": []}
         named = [name for name, has in zip(self.names, self.first, strict=True) if has]
         for i in range(self.num_experts):
             expert = self.ep.rank * self.num_experts + i
             for n, name in enumerate(named):
                 # Each rank of expert_tp computes the gradient of its own rows of B only.
-                found["fc1_A"].append(
+                parts["fc1_A"].append(
                     self._part(f"{expert}.{name}.{A_NAME}", (self.rank, D), i, n, e_tp)
                 )
-                at = (begin, 0), (i, n * self.width, 0), (1, self.width, self.rank)
-                found["fc1_B"].append(
-                    Part(f"{expert}.{name}.{B_NAME}", (width, self.rank), *at)
+                box = (begin, 0), (i, n * self.width, 0), (1, self.width, self.rank)
+                parts["fc1_B"].append(
+                    Part(f"{expert}.{name}.{B_NAME}", (width, self.rank), *box)
                 )
             if self.has_second:
-                at = (0, begin), (i, 0, 0), (1, self.rank, self.width)
-                found["fc2_A"].append(Part(f"{expert}.fc2.{A_NAME}", (self.rank, width), *at))
-                # B's input is this rank's part of a sum, and so is its gradient.
-                found["fc2_B"].append(
+                box = (0, begin), (i, 0, 0), (1, self.rank, self.width)
+                parts["fc2_A"].append(Part(f"{expert}.fc2.{A_NAME}", (self.rank, width), *box))
+                # B's input on a rank is a part of a sum, so B's gradient is too.
+                parts["fc2_B"].append(
                     self._part(f"{expert}.fc2.{B_NAME}", (D, self.rank), i, 0, e_tp)
                 )
-        return {name: ParamLayout(tuple(p), data="expert") for name, p in found.items() if p}
+        return {name: ParamLayout(tuple(p), data="expert") for name, p in parts.items() if p}
 
     def _part(
         self, name: str, shape: tuple[int, int], expert: int, number: int, axis: Axis = SINGLE
     ) -> Part:
-        """Describe a matrix that every rank of an axis holds, with partial gradients."""
-        place = expert, number * shape[0], 0
-        return Part(name, shape, (0, 0), place, (1, *shape), replicas=axis, partial=axis)
+        """Return the part of a matrix replicated over an axis, with partial gradients."""
+        local = expert, number * shape[0], 0
+        return Part(name, shape, (0, 0), local, (1, *shape), replicas=axis, partial=axis)
 
     def extra_repr(self) -> str:
-        """Describe the adapters for ``print(model)``."""
+        """Return the text of the adapters in ``print(model)``."""
         return f"{self.num_experts} experts, rank={self.rank}, scale={self.scale}"

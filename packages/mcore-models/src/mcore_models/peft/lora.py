@@ -1,9 +1,10 @@
 """LoRA and DoRA of a linear: ``y + s B(A x)`` with few rows in A and few columns in B.
 
-A and B are split like the linear. If its rows are split, A is replicated and B has its rank's
-rows; if its columns are split, A has its rank's columns and B is replicated. The communication
-between the two has the width of the rank; the linear's own communication is unchanged. A fused
-linear (q, k and v) has an adapter for each output, and one GEMM for all their A.
+A and B are split like the linear. If the linear's rows are split, A is replicated and B has
+this rank's rows; if its columns are split, A has this rank's columns and B is replicated. The
+communication between A and B has r channels (the adapter's rank); the linear's own
+communication is unchanged. A fused linear (q, k and v) has an adapter for each output, and one
+GEMM for all their A.
 
 Hu et al. 2021, LoRA, arXiv:2106.09685; Liu et al. 2024, DoRA, arXiv:2402.09353.
 """
@@ -47,10 +48,9 @@ class LinearAdapter(nn.Module, ABC):
     Attributes:
         lora_A: A of each adapted output, stacked; this rank's columns.
         lora_B: B of each adapted output, stacked; this rank's rows.
-        magnitude: length of each row of the adapted weight (DoRA), or None.
+        magnitude: trained length of each row of the adapted weight (DoRA), or None.
         is_on: whether the linear adds the adapters' outputs, see ``adapters_off``.
-        stack: chooses an adapter for each token, if these are several stacked; None: they are
-            one.
+        stack: chooses the adapter of each token, if several adapters are stacked; else None.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class LinearAdapter(nn.Module, ABC):
         Args:
             weight: of the linear; no reference is stored.
             outputs: of the linear, in order.
-            is_adapted: whether each has an adapter; at least one has.
+            is_adapted: whether each output has an adapter; at least one is true.
             config: rank, factor, dropout, kind.
             axis: ranks that share the linear.
-            sequence_parallel: whether tokens are split over them outside the linear.
+            sequence_parallel: whether tokens are split over ``axis`` outside the linear.
             streams: random streams of dropout.
         """
         super().__init__()
@@ -111,11 +111,11 @@ class LinearAdapter(nn.Module, ABC):
 
     @abstractmethod
     def _pass_on(self, hidden: Float[Tensor, "s *B r"]) -> Float[Tensor, "S *B r"]:
-        """Communicate between A and B like the linear between its input and output."""
+        """Return the input of B from the output of A, with the linear's communication."""
 
     @abstractmethod
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the matrices and magnitudes, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the matrices and magnitudes."""
 
     def forward(
         self,
@@ -124,13 +124,13 @@ class LinearAdapter(nn.Module, ABC):
         weight: Float[Tensor, "F D"],
         bias: Float[Tensor, " F"] | None,
     ) -> Float[Tensor, "S *B F"]:
-        """Add the adapters' outputs to the linear's output.
+        """Return the linear's output plus the adapters' outputs.
 
-        Communicates over the linear's axis in the width of the rank.
+        Communicates r channels (the adapter's rank) over the linear's axis.
 
         Args:
             x: input of the linear.
-            y: its output.
+            y: output of the linear.
             weight: of the linear.
             bias: of the linear, or None.
         """
@@ -150,14 +150,14 @@ class LinearAdapter(nn.Module, ABC):
 
     @torch.no_grad()
     def merged(self, weight: Float[Tensor, "F D"]) -> Float[Tensor, "F D"]:
-        """Return the weight with its adapters, in its own dtype; computed in float32 or wider.
+        """Return the weight with its adapters, in the weight's dtype; computed in float32.
 
         All-reduces one number for each row over the ranks that share the columns (DoRA).
         """
         if not weight.untyped_storage().nbytes():
             raise ValueError(
-                "an adapter of a quantized base cannot be merged in memory: save it, and merge "
-                "the checkpoint by mcore-ckpt convert."
+                "an adapter of a quantized base cannot be merged in memory: save the adapter, "
+                "and merge the checkpoint by mcore-ckpt convert."
             )
         total = self._total(weight)
         if self.magnitude is not None:
@@ -200,12 +200,12 @@ class LinearAdapter(nn.Module, ABC):
         return [n for n, has in zip(self.sizes, self.is_adapted, strict=True) if has]
 
     def _adapted_rows(self, rows: Tensor) -> Tensor:
-        """Select, from one entry for each row of the linear, those of adapted outputs."""
+        """Return the entries of adapted outputs, from one entry for each row of the linear."""
         pieces = zip(rows.split(list(self.sizes)), self.is_adapted, strict=True)
         return torch.cat([piece for piece, has in pieces if has])
 
     def _wide_b(self) -> Float[Tensor, "F R"]:
-        """Return the adapters' B block-diagonally: each output reads its own A only."""
+        """Return a block-diagonal B, in which each output reads the output of its own A."""
         pieces = iter(self.lora_B.split(self._adapted_sizes()))
         width, before, rows = self.lora_A.shape[0], 0, []
         for size, has in zip(self.sizes, self.is_adapted, strict=True):
@@ -217,16 +217,16 @@ class LinearAdapter(nn.Module, ABC):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _adapted(self) -> list[tuple[Output, int]]:
-        """List the adapted outputs, each with its first row in the stack of B."""
-        found, begin = [], 0
+        """Return the adapted outputs, each with its first row in the stack of B."""
+        outputs, begin = [], 0
         for output, size, has in zip(self.outputs, self.sizes, self.is_adapted, strict=True):
             if has:
-                found.append((output, begin))
+                outputs.append((output, begin))
                 begin += size
-        return found
+        return outputs
 
     def extra_repr(self) -> str:
-        """Describe the adapter for ``print(model)``."""
+        """Return the text of the adapter in ``print(model)``."""
         names = [output.name for output, _ in self._adapted() if output.name]
         return ", ".join([*names, f"rank={self.rank}", f"scale={self.scale}"])
 
@@ -243,7 +243,7 @@ class ColumnAdapter(LinearAdapter):
         return copy_to(hidden, self.axis)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe replicated A, stacked; B and magnitudes by this rank's rows."""
+        """Return the sharding: A replicated, B and magnitudes split by rows."""
         downs, ups, magnitudes = [], [], []
         for number, (output, begin) in enumerate(self._adapted()):
             shape, local = (self.rank, self.in_features), (number * self.rank, 0)
@@ -289,7 +289,7 @@ class RowAdapter(LinearAdapter):
         return reduce_from(hidden, self.axis)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe A by this rank's columns; B and magnitudes as replicated."""
+        """Return the sharding: A split by columns, B and magnitudes replicated."""
         columns, rows = self.lora_A.shape[1], self.lora_B.shape[0]
         down = Part(
             A_NAME,
@@ -314,15 +314,15 @@ class ReplicatedAdapter(LinearAdapter):
         return hidden
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe all tensors as replicated."""
+        """Return the sharding: all tensors replicated."""
         tensors = {
             "lora_A": (A_NAME, self.lora_A),
             "lora_B": (B_NAME, self.lora_B),
             "magnitude": (MAGNITUDE_NAME, self.magnitude),
         }
         return {
-            own: whole(name, tuple(tensor.shape), self.axis, self.partial)
-            for own, (name, tensor) in tensors.items()
+            attribute: whole(name, tuple(tensor.shape), self.axis, self.partial)
+            for attribute, (name, tensor) in tensors.items()
             if tensor is not None
         }
 
@@ -334,7 +334,7 @@ def build_adapter(
 
     Args:
         linear: column-parallel, row-parallel, or replicated.
-        is_adapted: whether each of its outputs has an adapter.
+        is_adapted: for each output of the linear, whether it has an adapter.
         config: rank, factor, dropout, kind.
         streams: random streams of dropout.
     """
@@ -355,7 +355,7 @@ def build_adapter(
 
 
 def full_weight(linear: nn.Module) -> Float[Tensor, "F D"]:
-    """Return the weight that a linear's forward applies: with its adapter, if it has one."""
+    """Return the weight that a linear's forward applies, including an adapter if attached."""
     adapter = getattr(linear, ADAPTER, None)
     weight = linear.weight
     assert isinstance(weight, Tensor)

@@ -1,4 +1,4 @@
-"""Memory of the fullest rank of a run, with or without adapters of a frozen base."""
+"""Memory of the rank of a run that needs most, with or without adapters of a frozen base."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,15 +20,15 @@ def run_bytes(
     layers: int,
     **sizes: int,
 ) -> RankBytes:
-    """Estimate the rank of a run that needs most.
+    """Estimate the memory of the rank of a run that needs most.
 
-    With adapters, gradients and optimizer state are those of the adapters alone.
+    With adapters, only the adapters have gradients and optimizer state.
 
     Args:
-        run: any object with the options of a run by concept, as ``TrainConfig`` has them:
-            ``model``, ``experts``, ``parallelism``, ``offloading``, ``peft`` and others.
+        run: any object with the fields of ``TrainConfig``: ``model``, ``experts``,
+            ``parallelism``, ``offloading``, ``peft`` and others.
         shapes: of the model's tensors.
-        optimizer: decides the state of weights and matrices.
+        optimizer: determines the state of weights and matrices.
         layers: layers of a pipeline rank.
         sizes: ``vocab_size``, ``world_size``, ``seq_length``, ``decoder_seq_length``,
             ``micro_batch_size``, ``num_microbatches`` and ``weight_bytes`` of ``rank_bytes``.
@@ -64,17 +64,19 @@ def run_bytes(
     of_adapters = replace(offload, cpu_offloading=False, cpu_offloading_num_layers=0)
     saved = widened = 0
     if tables := {name: shapes[name] for name in config.tables if name in shapes}:
-        saved = estimate(tables, OffloadConfig(), 0).weights  # counted in both estimates
+        # Both estimates below count these tables: subtract their weights once.
+        saved = estimate(tables, OffloadConfig(), 0).weights
     if config.peft_base_bits:
-        rounded = {
+        quantized = {
             f"{name}.weight": shapes[f"{name}.weight"]
             for name in linears(shapes)
             if config.is_target(name) or ".experts." in name
         }
-        wide = estimate(rounded, OffloadConfig(), 0).weights
-        held = (config.peft_base_bits / 8 + 4 / BLOCK) / sizes["weight_bytes"]
+        wide = estimate(quantized, OffloadConfig(), 0).weights
+        # Share of the bytes that codes and scales (float32, one for each block) need.
+        stored_share = (config.peft_base_bits / 8 + 4 / BLOCK) / sizes["weight_bytes"]
         # At most one layer's weights are dequantized at a time.
-        saved, widened = saved + int(wide * (1 - held)), wide // layers
+        saved, widened = saved + int(wide * (1 - stored_share)), wide // layers
     frozen, trained = estimate(shapes, of_base, widened), estimate(adapters, of_adapters, 0)
     return replace(
         trained,

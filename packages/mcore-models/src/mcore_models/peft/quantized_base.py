@@ -2,10 +2,10 @@
 
 Frozen matrices with adapters, and those of routed experts, are stored in blocks of 64 columns,
 as 8-bit integers or as one of the 16 levels of NormalFloat, times the largest magnitude of the
-block. Hooks dequantize them before their module's forward and again before its backward, and
-free the memory after each.
+block. Hooks dequantize the weights before their module's forward and again before its backward,
+and free the memory after each.
 
-Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; without its second quantization.
+Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; without quantization of the scales.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from mcore_moe.experts.experts import Experts
 
 
 class QuantizedMatrix:
-    """A quantized matrix.
+    """A matrix stored in 8 or 4 bits, with a scale for each block of columns.
 
     Attributes:
-        codes: ``[F, blocks, 64]``, int8; or two 4-bit levels to a byte, uint8.
+        codes: ``[F, blocks, 64]``, int8; or ``[F, blocks, 32]``, uint8, two 4-bit levels each.
         scales: ``[F, blocks, 1]``, float32: largest magnitude of each block.
     """
 
     def __init__(self, weight: Float[Tensor, "F D"], bits: int) -> None:
-        """Round a matrix; columns missing in the last block count as zeros."""
+        """Quantize a matrix; the last block is padded with zeros."""
         self.bits, self.columns = bits, weight.shape[1]
         blocks = F.pad(weight.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))
         self.scales = blocks.abs().amax(2, keepdim=True)
@@ -52,7 +52,7 @@ class QuantizedMatrix:
         return out
 
     def widen_into(self, out: Float[Tensor, "F D"]) -> None:
-        """Write the dequantized matrix into a contiguous one of any dtype."""
+        """Write the dequantized matrix to ``out``, contiguous, of any dtype."""
         if self.bits == 4:
             widen_levels(self.codes, self.scales, _levels(out.device), out)
         else:
@@ -61,7 +61,7 @@ class QuantizedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of codes and scales."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -71,22 +71,22 @@ def _levels(device: torch.device) -> Float[Tensor, " levels"]:
     last = 1 - (1 / 32 + 1 / 30) / 2
     above = torch.special.ndtri(torch.linspace(last, 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(last, 0.5, 8, dtype=torch.float64)[:-1])
-    found = torch.cat([below, above.new_zeros(1), above]).sort().values
-    return (found / found.max()).float().to(device)
+    levels = torch.cat([below, above.new_zeros(1), above]).sort().values
+    return (levels / levels.max()).float().to(device)
 
 
 def _matrices(weight: Float[Tensor, "... F D"]) -> list[Tensor]:
-    """Return views of a weight's matrices: of each expert, or of the one linear."""
+    """Return views of a weight's matrices: one for each expert, or one for a linear."""
     return list(weight.data.view(-1, *weight.shape[-2:]))
 
 
 class QuantizedWeights:
-    """Hooks of a module whose weights have memory only while it computes."""
+    """Hooks of a module whose weights have memory only while the module computes."""
 
     def __init__(self, module: Any, weights: Sequence[nn.Parameter], bits: int) -> None:
-        """Round weights and free their memory; these hooks run after an adapter's."""
+        """Quantize weights, free their memory, and add hooks that run after an adapter's."""
         self.weights = weights
-        # One for each expert: temporary memory of rounding is then that of one expert.
+        # A matrix for each expert, so that quantizing needs temporary memory for one expert.
         self.matrices = [[QuantizedMatrix(m, bits) for m in _matrices(w)] for w in weights]
         for weight in weights:
             # New memory: storage that NumPy has viewed, as during a load, cannot be resized.
@@ -100,17 +100,17 @@ class QuantizedWeights:
         self._fill()
         x, *others = inputs
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # whose gradient ends the module's backward
+            x = x.detach().requires_grad_()  # the hook on its gradient frees the weights
         return (x, *others)
 
     def _fill(self, *_: Any) -> None:
-        for weight, held, size in zip(self.weights, self.matrices, self._sizes, strict=True):
+        for weight, stored, size in zip(self.weights, self.matrices, self._sizes, strict=True):
             storage = weight.untyped_storage()
             if not storage.nbytes():
                 storage.resize_(size)
-                # Writing the same values: autograd's saved references stay valid.
-                for own, matrix in zip(_matrices(weight), held, strict=True):
-                    matrix.widen_into(own)
+                # The values are the same as before, so autograd's saved references stay valid.
+                for target, matrix in zip(_matrices(weight), stored, strict=True):
+                    matrix.widen_into(target)
 
     def _free(self, *_: Any) -> None:
         for weight in self.weights:
@@ -124,31 +124,31 @@ class QuantizedWeights:
 
 
 def quantize_base(model: nn.Module, bits: int) -> list[QuantizedWeights]:
-    """Quantize frozen weights of linears with adapters, and of routed experts.
+    """Quantize frozen weights of linears with adapters, and of routed experts, in place.
 
-    In place, no communication. The weights must be loaded. Afterwards only a module's own
-    forward and backward read them: they cannot be loaded, saved, merged, or used by latent
-    attention with a state. Blocks consist of this rank's columns, so that another tensor size
-    may round differently.
+    No communication. The weights must be loaded. Afterwards only a module's own forward and
+    backward can read the weights: they cannot be loaded, saved, merged, or used by latent
+    attention with a state. Blocks consist of this rank's columns, so another tensor parallel
+    size may round differently.
 
     Args:
-        model: with adapters, see ``attach_adapters``; experts may have some or none.
+        model: with adapters, see ``attach_adapters``; experts may have adapters or not.
         bits: of a weight, 8 or 4.
 
     Returns:
-        The objects that hold them, one for each linear and each layer of experts.
+        The quantized weights, one object for each linear and each layer of experts.
 
     Raises:
-        ValueError: if the bits are others, or the weights are quantized already.
+        ValueError: if ``bits`` is not 4 or 8, or the weights are quantized already.
     """
     if bits not in (4, 8):
-        raise ValueError(f"a base in {bits} bits: give 4 or 8.")
-    found = [(linear, [linear.weight]) for linear, _ in adapted_linears(model)]
-    found += [
+        raise ValueError(f"--peft-base-bits {bits} cannot quantize the base: use 4 or 8.")
+    modules = [(linear, [linear.weight]) for linear, _ in adapted_linears(model)]
+    modules += [
         (module, [module.fc1_weight, module.fc2_weight])
         for module in model.modules()
         if isinstance(module, Experts)
     ]
-    if not all(weight.untyped_storage().nbytes() for _, own in found for weight in own):
-        raise ValueError("the base is in few bits already: build and load the model again.")
-    return [QuantizedWeights(module, weights, bits) for module, weights in found]
+    if not all(w.untyped_storage().nbytes() for _, weights in modules for w in weights):
+        raise ValueError("the base is quantized already: build and load the model again.")
+    return [QuantizedWeights(module, weights, bits) for module, weights in modules]

@@ -1,9 +1,9 @@
-"""Several LoRA adapters of one model in one forward: each token uses one of them, or none.
+"""Several LoRA adapters of one model in one forward pass: each token uses at most one of them.
 
-The adapters are stacked along their rank: A has the rows of all, B the columns of all, and each
-token's hidden vector between A and B is set to zero outside the columns of the token's adapter.
-A forward costs as much as one adapter of the sum of the ranks, for any mix of tokens, and has
-no sizes that depend on the mix, so that it can be recorded in a CUDA graph.
+The adapters are stacked along their rank: A has the rows of all adapters, B the columns of all.
+Each token's hidden vector between A and B is set to zero outside the columns of the token's
+adapter. A forward pass costs as much as one adapter with the sum of the ranks, for any mix of
+tokens. No size depends on the mix, so the pass can be recorded in a CUDA graph.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,41 +20,41 @@ from mcore_models.peft.lora import LinearAdapter
 
 
 def stacked_config(configs: Mapping[str, PeftConfig]) -> PeftConfig:
-    """Return the config of one adapter that holds all of these, of any ranks and targets.
+    """Return the config of one adapter that holds all given adapters, stacked.
 
     Raises:
-        ValueError: for DoRA, whose magnitudes scale the whole weight.
+        ValueError: for DoRA, whose magnitudes scale the complete weight.
     """
     for name, config in configs.items():
         if config.peft == "dora":
             raise ValueError(
-                f"the adapter {name} is DoRA, which cannot share a batch with others: merge it "
-                "with its base (mcore-ckpt convert) and serve the result."
+                f"adapter {name}: DoRA adapters cannot share a batch with other adapters. "
+                "Merge this adapter with its base (mcore-ckpt convert) and serve the result."
             )
     rank = sum(config.lora_dim for config in configs.values())
     targets = {t: None for config in configs.values() for t in config.lora_target_modules}
-    # The factors of the adapters are part of their B: this one is 1.
+    # Each adapter's factor is part of its B, so the factor of the stack is 1.
     return PeftConfig(
         peft="lora", lora_dim=rank, lora_alpha=rank, lora_target_modules=tuple(targets)
     )
 
 
 class StackedAdapters:
-    """The stacked adapters of a model, and the adapter of each token of the next forward.
+    """The stacked adapters of a model, and the adapter of each token of the next forward pass.
 
     Attributes:
         names: of the adapters, in the order of their numbers.
         mask: whether a token uses a column of the stacked rank, ``[T, R]``; None: no token of
-            the forward has an adapter, and nothing is added.
+            the pass has an adapter, and nothing is added.
     """
 
     def __init__(
         self, model: nn.Module, configs: Mapping[str, PeftConfig], device: torch.device
     ) -> None:
-        """Take the adapters of a model that was built with ``stacked_config``.
+        """Use the adapters of a model that was built with ``stacked_config``.
 
         Args:
-            model: with adapters of zeros; ``fill`` writes each of them.
+            model: with adapters of zeros, which ``fill`` overwrites.
             configs: of the adapters, by name.
             device: of the model.
         """
@@ -74,10 +74,11 @@ class StackedAdapters:
 
     @contextmanager
     def chosen(self, numbers: Int[Tensor, " T"] | None) -> Iterator[None]:
-        """Apply to each token of the forwards inside the adapter of this number; -1: none.
+        """Return a context in which forward passes apply to each token its adapter.
 
         Args:
-            numbers: by token; None: no token has an adapter.
+            numbers: number of each token's adapter, -1 for no adapter; None: no token has an
+                adapter.
         """
         self.mask = None if numbers is None else numbers[:, None] == self._owners
         try:
@@ -86,30 +87,30 @@ class StackedAdapters:
             self.mask = None
 
     def select(self, hidden: Float[Tensor, "*T C"]) -> Float[Tensor, "*T C"]:
-        """Zero the columns of other adapters between A and B, for each adapted output."""
+        """Return A's output with the columns of other adapters set to zero."""
         assert self.mask is not None
         T, R = self.mask.shape
         of_outputs = hidden.reshape(T, -1, R)  # [T, outputs * R] -> [T, outputs, R]
         return of_outputs.masked_fill(~self.mask[:, None], 0.0).view_as(hidden)
 
     def fill(self, name: str, model: nn.Module) -> None:
-        """Copy an adapter into its columns, in place; no communication.
+        """Copy an adapter into its columns of the stack, in place; no communication.
 
         Args:
             name: of the adapter.
-            model: the same model on the same ranks, with this adapter alone.
+            model: the same model on the same ranks, with only this adapter.
 
         Raises:
-            ValueError: if the adapter changes weights that are not multiplied row by row of
-                the step: those of routed experts, or MLA's ``kv_up``.
+            ValueError: if the adapter changes weights that cannot be masked by token: those of
+                routed experts, or MLA's ``kv_up``.
         """
         begin = self._begins[self.names.index(name)]
         for path, adapter in model.named_modules():
             if isinstance(adapter, ExpertsAdapter) or path.endswith(f".kv_up.{ADAPTER}"):
                 raise ValueError(
-                    f"the adapter {name} has matrices of {path.removesuffix(f'.{ADAPTER}')}, "
-                    "which cannot share a batch with other adapters: merge it with its base "
-                    "(mcore-ckpt convert) and serve the result."
+                    f"adapter {name} has matrices of {path.removesuffix(f'.{ADAPTER}')}, which "
+                    "cannot share a batch with other adapters. Merge this adapter with its "
+                    "base (mcore-ckpt convert) and serve the result."
                 )
             if isinstance(adapter, LinearAdapter):
                 self._fill_linear(self._stacks[path], adapter, begin)

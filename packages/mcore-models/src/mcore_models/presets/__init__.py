@@ -1,7 +1,7 @@
 """Published models by name: one table of flags, ``models.toml``.
 
-Shapes are those of the published configurations. Each entry names its paper or release, and the
-published number of parameters if there is one; a test compares it with ours.
+Shapes are those of the published configurations. Each entry has its paper or release, and the
+published number of parameters if there is one; a test compares that number with our count.
 """
 
 import difflib
@@ -21,11 +21,12 @@ class Preset:
 
     name: str
     flags: dict[str, Any]
-    """A flat table, as in a recipe."""
+    """Flat table of flags, as in a recipe."""
     source: str
     """Paper or release with the shape."""
     parameters: int
-    """Published count, without multi-token prediction; 0: only a rounded one is known."""
+    """Published number of parameters, without multi-token prediction; 0: only a rounded number
+    is published."""
     family: str = "gpt"
     """Name of the architecture in ``FAMILIES``."""
 
@@ -36,33 +37,33 @@ class Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """Read all presets by name: families together, small before large."""
+    """Return all presets by name, grouped by family, small before large."""
     table = _table()
     return {name: _preset(name, _flags(name, table)) for name in table}
 
 
 def preset_names() -> list[str]:
-    """List the names for ``load_preset``, in the order of ``presets``."""
+    """Return the names for ``load_preset``, in the order of ``presets``."""
     return list(presets())
 
 
 def load_preset(name: str) -> ModelDescription:
-    """Read a preset.
+    """Return the model of a preset.
 
     Raises:
-        ValueError: if there is none of that name; names the nearest one.
+        ValueError: for an unknown name; the message contains the most similar name.
     """
     return find_preset(name).model
 
 
 def find_preset(name: str) -> Preset:
     """Return a preset's entry in the table."""
-    known = presets()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        raise ValueError(f"there is no preset {name}: {hint}")
-    return known[name]
+    table = presets()
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(table)}."
+        raise ValueError(f"unknown preset {name}: {hint}")
+    return table[name]
 
 
 @cache
@@ -78,8 +79,11 @@ def _preset(name: str, entry: dict[str, Any]) -> Preset:
 
 
 def _flags(name: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay an entry over the one that it is based on, without that one's parameter count."""
-    own = dict(table[name])
-    like = own.pop("like", "")
+    """Return an entry's flags; flags of its base (``like``) that it does not set are added.
+
+    The base's parameter count is not.
+    """
+    entry = dict(table[name])
+    like = entry.pop("like", "")
     base = _flags(like, table) if like else {}
-    return {key: value for key, value in base.items() if key != "parameters"} | own
+    return {key: value for key, value in base.items() if key != "parameters"} | entry

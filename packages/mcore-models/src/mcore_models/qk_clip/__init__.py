@@ -1,1 +1,1 @@
-"""Scores of attention that stay bounded by scaling the weights of queries and keys."""
+"""QK-clip: bounds attention scores by scaling the weights of queries and keys."""

@@ -1,13 +1,13 @@
 """QK-clip: bounds attention scores by scaling the weights of queries and keys.
 
-During a step's micro-batches each attention layer records the largest score of its heads. If
-one exceeds the threshold t, its queries are scaled by (t/score)^a and its keys by
-(t/score)^(1-a), so that all its scores are multiplied by t/score. In latent attention all heads
-share the rotated key: there the rotated part of the queries gets the complete factor. Kimi team
-2025, Kimi K2, arXiv:2507.20534, section 2.1 (MuonClip).
+During a step's micro-batches each attention layer records the largest score of each head. If
+the score of a head exceeds the threshold t, its queries are scaled by (t/score)^a and its keys
+by (t/score)^(1-a), so that all scores of the head are multiplied by t/score. In latent
+attention all heads share the rotated key, so the rotated part of the queries gets the complete
+factor. Kimi team 2025, Kimi K2, arXiv:2507.20534, section 2.1 (MuonClip).
 
-The paper has no key/value heads shared by several query heads: these use the largest score of
-the group, and all its queries the same factor, so that no score grows.
+The paper has no key/value heads that several query heads share. Here such a group uses its
+largest score, and all its queries have the same factor, so that no score grows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,24 +45,24 @@ def row_factors(
         config: threshold, and the share of a factor for queries.
 
     Returns:
-        By the name of a weight (or bias) one factor for each of this rank's rows, 1 without
-        scaling.
+        By the name of a weight (or bias) one factor for each of this rank's rows; 1 for rows
+        that are not scaled.
     """
     layers = attention_layers(models)
     if not layers:
         return {}
     trackers = [layer.tracker for layer in layers.values()]
-    noted = [tracker.take() for tracker in trackers if tracker is not None]
-    assert len(noted) == len(layers)
-    largest = all_reduce(torch.cat(noted), data, "max").split([n.numel() for n in noted])
-    found: dict[str, Tensor] = {}
+    local = [tracker.take() for tracker in trackers if tracker is not None]
+    assert len(local) == len(layers)
+    largest = all_reduce(torch.cat(local), data, "max").split([n.numel() for n in local])
+    all_factors: dict[str, Tensor] = {}
     for (name, layer), scores in zip(layers.items(), largest, strict=True):
         if isinstance(layer, Attention):
             factors = _grouped(layer, scores, config)
         else:
             factors = _latent(layer, scores, config)
-        found |= {f"{name}.{parameter}": rows for parameter, rows in factors.items()}
-    return found
+        all_factors |= {f"{name}.{parameter}": rows for parameter, rows in factors.items()}
+    return all_factors
 
 
 def attention_layers(models: Iterable[nn.Module]) -> dict[str, Attention | LatentAttention]:
@@ -74,7 +74,7 @@ def attention_layers(models: Iterable[nn.Module]) -> dict[str, Attention | Laten
 
 
 def _factor(scores: Tensor, threshold: float) -> Tensor:
-    """Return threshold / score for scores above it, else 1."""
+    """Return threshold / score for scores above the threshold, else 1."""
     return threshold / scores.clamp(min=threshold)
 
 
@@ -89,8 +89,8 @@ def _grouped(layer: Attention, scores: Tensor, config: QKClipConfig) -> dict[str
     rows["q"] = (eta**alpha).repeat_interleave(groups.shape[1] * H)
     rows["k"] = (eta ** (1 - alpha)).repeat_interleave(H)
     factors = torch.cat(list(rows.values()))
-    found = {"qkv.weight": factors}
-    return found if layer.qkv.bias is None else found | {"qkv.bias": factors}
+    names = ("qkv.weight",) if layer.qkv.bias is None else ("qkv.weight", "qkv.bias")
+    return dict.fromkeys(names, factors)
 
 
 def _latent(layer: LatentAttention, scores: Tensor, config: QKClipConfig) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""The largest attention score of each head over a step, which fused attention does not return.
+"""Tracking of the largest attention score of each head over a step.
 
-Scores are recomputed in pieces of queries, without gradient, for about the cost of attention's
-first GEMM.
+Fused attention does not return scores. They are recomputed for blocks of queries, without
+gradient, at about the cost of attention's first GEMM.
 """
 
 import torch
@@ -24,7 +24,7 @@ class ScoreTracker:
         self.largest: Tensor | None = None
 
     def note(self, scores: Float[Tensor, " N"]) -> None:
-        """Raise stored scores to larger new ones."""
+        """Store the maximum of stored and new scores."""
         if self.largest is None:
             self.largest = torch.zeros_like(scores)
         torch.maximum(self.largest, scores, out=self.largest)
@@ -32,10 +32,12 @@ class ScoreTracker:
     def take(self) -> Float[Tensor, " N"]:
         """Return the largest scores, 0 or more, and reset them."""
         if self.largest is None:
-            raise RuntimeError("no micro-batch has run in training since track_scores()")
-        found = self.largest.clone()
+            raise RuntimeError(
+                "no largest scores: run a micro-batch in training after track_scores()."
+            )
+        scores = self.largest.clone()
         self.largest.zero_()
-        return found
+        return scores
 
 
 @torch.no_grad()
@@ -56,20 +58,20 @@ def largest_scores(
 
     Args:
         q: rotated queries of this context rank's tokens.
-        k: rotated keys of the same.
+        k: rotated keys of the same tokens.
         cp: ranks that share the sequence in zigzag order.
         scale: factor on scores; 0: 1 / sqrt(H).
-        window: earlier keys in sight besides the own; -1: all.
-        chunk: a query sees the keys of its own chunk of so many; 0: of all.
-        documents: of whole rows; none sees another.
-        piece_elements: scores that are in memory at one time, about.
+        window: keys before a query's own that the query attends to; -1: all.
+        chunk: tokens of a chunk; queries attend to keys of their chunk. 0: no chunks.
+        documents: documents of complete rows, which do not attend to each other.
+        piece_elements: approximate number of scores in memory at one time.
     """
     k = zigzag_join(k, cp) if cp.size > 1 else k
-    q = q * (scale or q.shape[-1] ** -0.5)  # first: float16 may not hold it later
+    q = q * (scale or q.shape[-1] ** -0.5)  # unscaled scores may overflow float16
     num_keys, (num_queries, B, N, _) = k.shape[0], q.shape
     G = k.shape[2]
-    place = zigzag_positions(num_keys, cp, q.device)
-    first = _first_seen(place, window, chunk, documents)  # [B or 1, S]
+    positions = zigzag_positions(num_keys, cp, q.device)
+    first = _first_seen(positions, window, chunk, documents)  # [B or 1, S]
     keys, key = k.permute(1, 2, 3, 0), torch.arange(num_keys, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     largest = torch.full((N,), -torch.inf, dtype=wide, device=q.device)
@@ -78,25 +80,27 @@ def largest_scores(
         part = slice(begin, begin + step)
         # [s, B, N, H] -> [B, G, N/G * s, H], so that heads of a group share one GEMM
         rows = q[part].unflatten(2, (G, -1)).permute(1, 2, 3, 0, 4)
-        # Without context ranks, queries are in order and see no key behind the piece.
+        # Without context ranks, queries are in order and attend to no key after the block.
         end = min(begin + step, num_keys) if cp.size == 1 else num_keys
         scores = (rows.flatten(2, 3) @ keys[..., :end]).unflatten(2, rows.shape[2:4])
-        unseen = (key[:end] < first[:, part, None]) | (key[:end] > place[part, None])
-        scores.masked_fill_(unseen[:, None, None], -torch.inf)
+        hidden = (key[:end] < first[:, part, None]) | (key[:end] > positions[part, None])
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
         largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten().to(wide))
     return largest
 
 
-def _first_seen(place: Tensor, window: int, chunk: int, documents: Documents | None) -> Tensor:
-    """Return the first key that each query sees, for each row or for all."""
-    first = torch.zeros_like(place)
+def _first_seen(
+    positions: Tensor, window: int, chunk: int, documents: Documents | None
+) -> Tensor:
+    """Return the first key that each query attends to, ``[B or 1, S]``."""
+    first = torch.zeros_like(positions)
     if window >= 0:
-        first = torch.maximum(first, place - window)
+        first = torch.maximum(first, positions - window)
     if chunk and documents is not None:
         documents = documents.cut(chunk)
     elif chunk:
-        first = torch.maximum(first, place // chunk * chunk)
+        first = torch.maximum(first, positions // chunk * chunk)
     if documents is None:
         return first.unsqueeze(0)
-    begins = torch.stack([pieces.first_seen(place.device) for pieces in documents.rows])
-    return torch.maximum(first, begins[:, place])
+    begins = torch.stack([pieces.first_seen(positions.device) for pieces in documents.rows])
+    return torch.maximum(first, begins[:, positions])

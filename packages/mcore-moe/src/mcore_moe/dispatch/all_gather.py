@@ -1,8 +1,8 @@
 """Dispatch by gathering all tokens on every rank, combine by a reduce-scatter.
 
-With ``moe_expert_rows_limit`` the experts get a fixed number of rows, which follows from the
-number of tokens: as many parts as the worst routing needs, of which even routing fills the
-first. So the host waits for no number, and the step may be a CUDA graph.
+With ``moe_expert_rows_limit`` the experts compute parts with a fixed number of rows, which
+follows from the number of tokens. There are as many parts as the worst routing needs; even
+routing fills the first part only. The host waits for no count, so the step may be a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Gathers all tokens on every rank, which computes those that chose its experts.
+    """Gathers all tokens on every rank, which computes the rows of its own experts.
 
-    Moves k/ep times fewer bytes than all-to-all: the better one for many choices a token and
-    few ranks.
+    An all-gather moves ep/k times the bytes of an all-to-all: fewer if tokens have many choices
+    and there are few ranks.
     """
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
@@ -50,14 +50,14 @@ class AllGatherDispatcher(Dispatcher):
     def set_overlap_callback(self, callback: OverlapCallback) -> None:
         """Set the function that is called while tokens, sums or gradients are exchanged.
 
-        Not called where ranks have different numbers of tokens.
+        The function is not called if ranks have different numbers of tokens.
         """
         self.overlap_callback = callback
 
     def begin(
         self, x: Float[Tensor, "T D"], *, equal_tokens: bool = False
     ) -> CollectiveHandle | None:
-        """Begin to gather tokens over ``ep``, if all ranks have equally many."""
+        """Begin to gather tokens over ``ep``, if all ranks have equally many tokens."""
         if not equal_tokens or self.expert_tp.size > 1 or torch.compiler.is_compiling():
             return None
         casts = wire_casts(self.config, x)
@@ -72,9 +72,9 @@ class AllGatherDispatcher(Dispatcher):
     ) -> Float[Tensor, "T D"]:
         """Gather, compute and reduce-scatter; with a limit of rows, in parts of fixed size.
 
-        With the limit no size depends on routing, and the host waits for nothing if all ranks
-        have equally many tokens. Backward computes all parts but the first again. A limit of
-        as many as ``ep`` has ranks makes one part.
+        With the limit no size depends on routing, and the host does not wait if all ranks have
+        equally many tokens. Backward recomputes all parts but the first. If the limit is the
+        number of ranks of ``ep`` or more, there is one part.
         """
         limit = self.config.moe_expert_rows_limit
         if not limit:
@@ -84,7 +84,7 @@ class AllGatherDispatcher(Dispatcher):
         probs = self.gather(routing.probs, sizes)
         num_tokens, topk = plan.slots.shape
         ranks = self.ep.size
-        # At worst every token chooses as many of this rank's experts as it may.
+        # At worst each token chooses k experts of this rank, or all if the rank has fewer.
         worst = num_tokens * min(topk, self.config.num_experts // ranks)
         size = max(1, min(worst, ceil(limit * num_tokens * topk / ranks)))
         y = experts(x, probs, plan_slice(plan, 0, min(size, worst)))
@@ -102,9 +102,9 @@ class AllGatherDispatcher(Dispatcher):
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
-        """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
+        """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; plan local rows.
 
-        The host waits for the number of its rows while tokens are gathered, and before that
+        The host waits for the number of local rows while tokens are gathered, and before that
         for the numbers of tokens of all ranks, unless ``options.equal_tokens``.
         """
         plan, sizes = self.plan(routing, options)
@@ -116,11 +116,11 @@ class AllGatherDispatcher(Dispatcher):
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[list[list[int]], bool]
     ) -> Float[Tensor, "T D"]:
-        """Sum the ranks' parts of each token over ``expert_tp`` and ``ep``, on its own rank."""
+        """Reduce-scatter each token's output over ``expert_tp`` and ``ep`` to its own rank."""
         sizes, equal_tokens = handle
         y = reduce_scatter_uneven(y, self.expert_tp, [sum(part) for part in sizes])
-        # Not by comparing the sizes: those of other groups may differ where these are equal,
-        # and all ranks must call back equally often.
+        # All ranks must call the callback equally often. Equal sizes in this group are not
+        # enough: sizes in other groups of ``ep`` may differ.
         if self.overlap_callback is None or self.ep.size == 1 or not equal_tokens:
             return reduce_scatter_uneven(y, self.ep, sizes[self.expert_tp.rank])
         return begin_reduce_scatter(y, self.ep, self.overlap_callback).wait()
@@ -137,7 +137,7 @@ class AllGatherDispatcher(Dispatcher):
             options: of the exchange; ``overlap`` is called here if tokens are in flight.
 
         Returns:
-            The plan, at whose end may be rows of no expert, and the number of tokens of each
+            The plan, which may end with rows of no expert, and the number of tokens of each
             rank, ``[expert_tp][ep]``.
         """
         if options.in_flight is not None:
@@ -177,14 +177,14 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _to_host(number: Int[Tensor, ""]) -> Callable[[], int]:
-    """Begin to copy a number to the host; the returned function waits for the copy alone."""
+    """Begin to copy a number to the host; return a function that waits for the copy only."""
     if not number.is_cuda:
         return lambda: int(number)
     on_host, copied = number.to("cpu", non_blocking=True), torch.cuda.Event()
     copied.record()
 
     def wait() -> int:
-        # The event, not the stream: work launched after the copy goes on.
+        # Wait for the event, not for the stream: work launched after the copy continues.
         copied.synchronize()
         return int(on_host)
 

@@ -1,13 +1,13 @@
-"""Dispatch and combine by an all-to-all of rows, in parts where a rank would get too many.
+"""Dispatch and combine by an all-to-all of rows, in parts if a rank would get too many rows.
 
 A row is one token's copy for one of its experts. The routing determines how many rows a rank
 receives: at worst all rows of all ranks. ``moe_expert_rows_limit`` bounds the rows that a rank
 computes at once, as a multiple of the mean. If one rank would receive more, all ranks exchange
 and compute in several parts, and backward recomputes each part: uneven routing then costs time
-and no memory, and balanced routing runs in one part. The rows that a rank sends and gets back
+but no memory, and balanced routing runs in one part. The rows that a rank sends and gets back
 are at most k for each of its tokens. If no rank exceeds the limit, ``moe_split_batch_overlap``
-cuts the rows in two: the exchange of one half overlaps the GEMMs of the other, in forward and
-backward.
+splits the rows in two halves: the exchange of one half overlaps the GEMMs of the other half, in
+forward and backward.
 """
 
 from collections.abc import Callable
@@ -99,12 +99,12 @@ class AllToAllDispatcher(Dispatcher):
         experts: RunExperts,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Float[Tensor, "T D"]:
-        """Dispatch, compute and combine, in as many parts as the limit of rows needs.
+        """Dispatch, compute and combine, in as many parts as the limit of rows requires.
 
-        Exchanges over ``ep`` and ``expert_tp`` once for each part. Rows are cut in the order of
-        their experts, so most experts have all their rows in one part. A part may exceed the
-        limit by one row for each rank that sends, by rounding. ``options.overlap`` is called
-        if there is one part, or two that overlap.
+        Exchanges over ``ep`` and ``expert_tp`` once for each part. Rows are split in the order
+        of their experts, so most experts have all their rows in one part. By rounding, a part
+        may exceed the limit by one row for each sending rank. ``options.overlap`` is called
+        if there is one part, or if two parts overlap.
         """
         limit, splits_batch = (
             self.config.moe_expert_rows_limit,
@@ -116,7 +116,8 @@ class AllToAllDispatcher(Dispatcher):
         splits, totals = self.exchange_counts(plan.counts)
         plan = trimmed(plan, sum(splits.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        # The fullest rank determines the number of parts, which all ranks compute alike.
+        # The rank with most rows determines the number of parts. Every rank has all totals, so
+        # all ranks compute the same number.
         mean = max(1.0, sum(totals) / len(totals))
         num_parts = max(1, ceil(max(totals) / (limit * mean))) if limit else 1
         if num_parts == 1 and not splits_batch:
@@ -124,7 +125,7 @@ class AllToAllDispatcher(Dispatcher):
                 self._run_rows(experts, splits, rows, probs, options.overlap), plan
             )
 
-        # Two parts that overlap, or parts that backward computes again.
+        # Two parts that overlap, or parts that backward recomputes.
         overlaps = num_parts == 1
         num_parts = 2 if overlaps else num_parts
         part_splits = [splits.part(part, num_parts) for part in range(num_parts)]
@@ -211,7 +212,7 @@ class AllToAllDispatcher(Dispatcher):
     def begin_dispatch_rows(
         self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], splits: AllToAllSplits
     ) -> Callable[[], Dispatched]:
-        """Begin ``dispatch_rows``; the returned function waits for the rows."""
+        """Begin ``dispatch_rows``; return a function that waits for the rows."""
         probs = self._exchange(probs, splits)
         wait = self.begin_exchange(rows, splits)
         experts = _experts_of_rows(splits.by_source, sum(splits.gathered))
@@ -221,9 +222,9 @@ class AllToAllDispatcher(Dispatcher):
     def begin_exchange(
         self, rows: Float[Tensor, "R D"], splits: AllToAllSplits
     ) -> Callable[[], Tensor]:
-        """Begin to send rows without weights, in the format of ``moe_dispatch_dtype``.
+        """Begin to send rows in the format of ``moe_dispatch_dtype``.
 
-        The returned function waits for the received rows.
+        Returns a function that waits for the received rows.
         """
         if self._is_async():
             sizes = splits.send, splits.receive[0]
@@ -259,7 +260,7 @@ class AllToAllDispatcher(Dispatcher):
     def begin_combine_rows(
         self, y: Float[Tensor, "M D"], splits: AllToAllSplits
     ) -> Callable[[], Tensor]:
-        """Begin ``combine_rows``; the returned function waits for the outputs."""
+        """Begin ``combine_rows``; return a function that waits for the outputs."""
         if not self._is_async():
             outputs = self.combine_rows(y, splits)
             return lambda: outputs
@@ -286,9 +287,9 @@ class AllToAllDispatcher(Dispatcher):
         parts: list[tuple[AllToAllSplits, Tensor, Tensor]],
         overlap: Overlap | None,
     ) -> list[Tensor]:
-        """Compute one part while the others are exchanged.
+        """Return the outputs of all parts; a part is computed while others are exchanged.
 
-        Backward does the same, last part first.
+        Backward overlaps in the same way, beginning with the last part.
         """
         dispatching = [
             self.begin_dispatch_rows(rows, probs, splits) for splits, rows, probs in parts
@@ -307,12 +308,12 @@ def _experts_of_rows(by_source: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor
     """Return the expert of each row, of rows sorted by source and then by expert."""
     experts = torch.arange(by_source.shape[1], device=by_source.device)
     experts = experts.repeat(by_source.shape[0])
-    # The output size is passed: repeat_interleave would wait for the device to learn it.
+    # Without output_size repeat_interleave would wait for the device to compute the size.
     return experts.repeat_interleave(by_source.reshape(-1), output_size=num_rows)[:, None]
 
 
 def _cut(x: Tensor, sizes: list[int], num_parts: int) -> list[Tensor]:
-    """Return parts, each with its segment of every block."""
+    """Split every block of ``x`` (``sizes`` rows) into segments; return one tensor per part."""
     blocks = x.split(sizes)
     return [
         torch.cat([block[_segment(len(block), part, num_parts)] for block in blocks])

@@ -1,4 +1,4 @@
-"""The choice of a dispatcher by the layer's config, see ``protocol.Dispatcher``.
+"""``build_dispatcher``: the ``Dispatcher`` that a layer's config selects.
 
 * ``LocalDispatcher``: all experts are on this rank; no communication.
 * ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.
@@ -7,8 +7,8 @@
 * ``SymmetricDispatcher``: each rank reads its rows from the memory of the others.
 * ``DeepEPDispatcher``: DeepEP's kernels.
 
-Where ``expert_tp`` splits each expert's matrices, its ranks gather each other's rows and sum
-their results. A rank may have any number of tokens, also none.
+If ``expert_tp`` splits each expert's matrices, its ranks gather each other's rows and sum their
+results. A rank may have any number of tokens, also 0.
 """
 
 from mcore_moe.config import MoEConfig
@@ -22,13 +22,13 @@ from mcore_parallel.mesh import SINGLE, Axis
 def build_dispatcher(
     config: MoEConfig, ep: Axis, expert_tp: Axis, levels: tuple[Axis, Axis] = (SINGLE, SINGLE)
 ) -> Dispatcher:
-    """Return the dispatcher that the config names; on one rank a ``LocalDispatcher``.
+    """Return the dispatcher that the config selects; on one rank a ``LocalDispatcher``.
 
     Args:
         config: of the layer.
         ep: ranks that share the experts.
         expert_tp: ranks that share each expert's matrices.
-        levels: ``ep`` between nodes and within one; of one rank each: a single exchange.
+        levels: ``ep`` between nodes and within a node; single ranks: one exchange over ``ep``.
 
     Raises:
         ValueError: if ``deepep`` is not installed, or ``expert_tp`` is more than one rank with
@@ -43,7 +43,7 @@ def build_dispatcher(
     kind = config.moe_token_dispatcher_type
     if kind in ("deepep", "symmetric") and expert_tp.size > 1:
         raise ValueError(
-            f"--moe-token-dispatcher-type {kind} sends whole experts' tokens: use "
+            f"--moe-token-dispatcher-type {kind} requires complete experts: use "
             f"--expert-tensor-parallel-size 1, not {expert_tp.size}, or alltoall."
         )
     if kind == "deepep":

@@ -11,7 +11,7 @@ from mcore_moe.routing.topk import Routing
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank."""
+    """Plans the rows of this rank's tokens, all of whose experts are on this rank."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
@@ -32,12 +32,12 @@ class LocalDispatcher(Dispatcher):
         return Dispatched(x, routing.probs, plan_choices(routing, self.config), None)
 
     def combine(self, y: Float[Tensor, "M D"], handle: None) -> Float[Tensor, "T D"]:  # noqa: ARG002
-        """Return ``y``: the experts have summed by token."""
+        """Return ``y``, which the experts have summed by token already."""
         return y
 
 
 def plan_choices(routing: Routing, config: MoEConfig) -> RowPlan:
-    """Plan the rows of this rank's kept choices, with the padding that the config asks for."""
+    """Plan the rows of this rank's kept choices, padded to capacity by the config."""
     ids, capacity = routing.ids, 0
     if config.moe_pad_expert_input_to_capacity:
         factor = config.moe_expert_capacity_factor

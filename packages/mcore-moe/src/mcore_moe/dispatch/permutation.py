@@ -27,21 +27,24 @@ from mcore_parallel.autograd.functions import OnceDifferentiable
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Map between rows and choices. Choice t*k + j is token t's j-th expert."""
+    """Rows of chosen experts, and the maps between rows and choices.
+
+    Choice t*k + j is token t's j-th expert.
+    """
 
     choices: Int[Tensor, " R"]
     """Choice of each row; T*k for a padding row."""
     slots: Int[Tensor, "T k"]
     """Row of each choice; R for a choice that was dropped."""
     offsets: Int[Tensor, " E1"]
-    """Begin of each expert's rows, and the end of the last; int32. Later rows belong to no
-    expert."""
+    """First row of each expert, and the end of the last expert's rows; int32. Rows after the
+    end belong to no expert."""
     is_complete: bool
     """Whether every choice has a row and every row a choice: none dropped, none padded."""
     is_dense: bool = False
-    """Whether every row names a token; rows after the last offset name an arbitrary one."""
+    """Whether every row has a token; rows after the last offset have an arbitrary token."""
     is_in_order: bool = False
-    """Whether row r is token r and tokens have one choice: ``permute`` copies nothing."""
+    """Whether row r is token r and tokens have one choice, so ``permute`` copies nothing."""
 
     @property
     def counts(self) -> Int[Tensor, " E"]:
@@ -64,27 +67,27 @@ def plan_rows(
     """Plan the rows of chosen experts, sorted by expert, then by token.
 
     Args:
-        ids: chosen experts; a token names no expert twice.
+        ids: chosen experts; the experts of a token differ.
         num_experts: E.
-        keep: choices that get a row; left out: all. On a GPU there are T*k rows even so, and
+        keep: choices that get a row; None: all. On a GPU the plan always has T*k rows, so that
             the host does not wait: the last rows are zero and belong to no expert.
-        capacity: rows that every expert gets, filled where fewer chose it; 0: as chosen.
-            ``keep`` must not leave more.
+        capacity: rows of every expert, padded if fewer tokens chose the expert; 0: one row for
+            each choice. ``keep`` must not leave an expert more than these.
     """
     if keep is not None:
         ids = ids.where(keep, num_experts)  # sorted after all experts
     has_all = keep is None and not capacity
     choices, slots, offsets = plan_choices(ids, num_experts, capacity, has_all=has_all)
-    # Without a capacity the reference has no row that names no token, and kernels may have.
+    # Padding rows exist with a capacity, and in the kernels' plan if ``keep`` drops choices.
     is_dense = has_all or (not capacity and choices.numel() < ids.numel())
     return RowPlan(choices, slots, offsets, has_all, is_dense)
 
 
 def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
-    """Return the plan of the first ``num_rows`` rows, if all others belong to no expert."""
+    """Return the plan of the first ``num_rows`` rows; all others must belong to no expert."""
     if num_rows == plan.choices.numel():
         return plan
-    # Dropped choices had the old number of rows as slot: now the new one.
+    # The slot of a dropped choice is the number of rows, which changes.
     slots = plan.slots.clamp(max=num_rows)
     return RowPlan(plan.choices[:num_rows], slots, plan.offsets, False, True)
 
@@ -92,14 +95,14 @@ def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
 def plan_slice(plan: RowPlan, begin: int, size: int) -> RowPlan:
     """Return the plan of ``size`` rows from ``begin`` on.
 
-    The host does not wait. Rows after the last offset name an arbitrary token.
+    The host does not wait. Rows after the last offset have an arbitrary token.
     """
     end, num_rows = begin + size, plan.choices.numel()
     choices = plan.choices[begin:end].clamp(max=max(0, plan.slots.numel() - 1))
     if begin == 0 and size == num_rows:
         return RowPlan(choices, plan.slots, plan.offsets, False, True)
     choices = torch.nn.functional.pad(choices, (0, size - choices.numel()))
-    # Choices whose row is outside of the slice get the slot of dropped ones, ``size``; each
+    # Choices whose row is outside of the slice get the slot of a dropped choice, ``size``; each
     # expert keeps the overlap of its rows with the slice.
     slots = plan.slots - begin
     slots = slots.where((slots >= 0) & (slots < min(size, num_rows - begin)), size)
@@ -114,14 +117,14 @@ def within_capacity(
     capacity: int,
     policy: str = "probs",
 ) -> Bool[Tensor, "T k"]:
-    """Return which choices fit when every expert takes at most ``capacity`` tokens.
+    """Return a mask of the choices that remain if every expert takes ``capacity`` tokens.
 
     Args:
         ids: chosen experts; ``num_experts``: no expert, for which the result is undefined.
         probs: weights of the choices.
         num_experts: E.
-        capacity: rows an expert takes.
-        policy: ``probs`` keeps the largest weights (the earlier token where equal),
+        capacity: largest number of tokens of an expert.
+        policy: ``probs`` keeps the largest weights (of equal weights the earlier token),
             ``position`` the earliest tokens.
     """
     flat = ids.reshape(-1)
@@ -133,21 +136,22 @@ def within_capacity(
         order = flat.argsort(stable=True)
     counts = count_ids(flat, num_experts + 1)
     starts = counts.cumsum(0) - counts
-    places = torch.arange(flat.numel(), device=ids.device) - starts[flat[order]]
+    # Position of each choice among the choices of its expert.
+    positions = torch.arange(flat.numel(), device=ids.device) - starts[flat[order]]
     keep = torch.empty_like(flat, dtype=torch.bool)
-    keep[order] = places < capacity
+    keep[order] = positions < capacity
     return keep.view(ids.shape)
 
 
 def permute(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
-    """Copy each token to its rows; padding rows are zero."""
+    """Return rows, each a copy of its token; padding rows are zero."""
     if plan.is_in_order:
         return x
     return _Permute.apply(x, plan.choices, plan.slots, plan.is_complete)
 
 
 def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, " R"]:
-    """Copy the weight of each choice to its row; padding rows get 0."""
+    """Return the weight of each row's choice; padding rows get 0."""
     if plan.is_in_order:
         return probs[:, 0]
     every = (plan.is_complete or plan.is_dense, plan.is_complete)
@@ -155,7 +159,7 @@ def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, "
 
 
 def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
-    """Sum the rows of each token, in the order of its choices; dropped choices add nothing."""
+    """Return each token's sum of rows, in the order of its choices, without dropped choices."""
     if plan.is_in_order:
         return rows
     return _Unpermute.apply(rows, plan.choices, plan.slots, plan.is_complete)
@@ -164,8 +168,8 @@ def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]
 def permute_reference(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
     """Slow reference of ``permute``, by plain indexing under autograd."""
     topk = plan.slots.shape[1]
-    spare = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    return spare[plan.choices // topk]
+    with_zeros = torch.cat([x, x.new_zeros(1, x.shape[1])])  # token T: zeros, for padding rows
+    return with_zeros[plan.choices // topk]
 
 
 def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:

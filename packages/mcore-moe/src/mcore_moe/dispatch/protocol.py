@@ -1,11 +1,11 @@
-"""The interface of a dispatcher, which moves tokens to their experts and the results back.
+"""The interface of a dispatcher, which sends tokens to their experts and the results back.
 
-``Dispatcher.run`` is the whole exchange: dispatch, experts, combine. A dispatcher that can
+``Dispatcher.run`` is the complete exchange: dispatch, experts, combine. A dispatcher that can
 bound the number of rows, or overlap its exchanges with the experts, overrides ``run`` by a loop
-over parts of the rows. A dispatcher returns tokens and a plan of the order in which the experts
-read them, not sorted rows: a GEMM that gathers its rows then needs no copy of the tokens. The
-state between ``dispatch`` and ``combine`` is in a handle, so that several micro-batches may be
-between the two at once.
+over parts of the rows. Dispatch returns tokens and a plan of the order in which the experts
+read the tokens, not sorted rows: a GEMM that gathers its rows then needs no copy of the tokens.
+The state between ``dispatch`` and ``combine`` is in a handle, so that several micro-batches may
+be dispatched before the first one is combined.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from mcore_moe.routing.topk import Routing
 from mcore_parallel.collectives import CollectiveHandle, OverlapCallback
 
 RunExperts = Callable[[Tensor, Tensor, RowPlan], Tensor]
-"""``Experts``, or a function with its arguments: tokens, weights of their choices, plan."""
+"""``Experts``, or a function with the same arguments: tokens, weights of choices, plan."""
 Overlap = Callable[[], object]
 """Launches work that does not read the tokens while they are exchanged."""
 
@@ -45,8 +45,8 @@ class DispatchOptions:
     """Options of one exchange of tokens."""
 
     equal_tokens: bool = False
-    """Whether all ranks have equally many tokens, so that no counts of tokens are exchanged;
-    read by ``AllGatherDispatcher`` and ``SymmetricDispatcher``."""
+    """Whether all ranks have equally many tokens, so that ``AllGatherDispatcher`` and
+    ``SymmetricDispatcher`` need not exchange numbers of tokens."""
     in_flight: CollectiveHandle | None = None
     """The result of ``Dispatcher.begin`` for these tokens; None: nothing has been sent yet."""
     overlap: Overlap | None = None
@@ -66,7 +66,7 @@ class Dispatcher(ABC):
         *,
         equal_tokens: bool = False,  # noqa: ARG002
     ) -> CollectiveHandle | None:
-        """Begin the exchange that does not depend on routing; None: there is no such exchange.
+        """Begin an exchange that does not depend on routing; return its handle or None.
 
         Args:
             x: this rank's tokens.
@@ -81,7 +81,7 @@ class Dispatcher(ABC):
         experts: RunExperts,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Float[Tensor, "T D"]:
-        """Dispatch tokens to their experts, run these, and return the weighted sum by token.
+        """Dispatch tokens, run the experts, and return the weighted sum of outputs by token.
 
         Args:
             x: this rank's tokens.
@@ -89,8 +89,9 @@ class Dispatcher(ABC):
             experts: this rank's experts.
             options: of the exchange.
         """
-        sent = self.dispatch(x, routing, options)
-        return self.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+        dispatched = self.dispatch(x, routing, options)
+        y = experts(dispatched.x, dispatched.probs, dispatched.plan)
+        return self.combine(y, dispatched.handle)
 
     @abstractmethod
     def dispatch(

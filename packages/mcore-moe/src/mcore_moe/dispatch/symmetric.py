@@ -1,11 +1,11 @@
 """Dispatch and combine by reading the memory of the other GPUs of the node.
 
 Each rank copies its tokens to a buffer that all ranks of ``ep`` can read. From the choices of
-all ranks it computes the rows of its experts, and copies these from the buffers in the order of
-the experts; the ranks of the tokens read the results and sum them. All sizes follow from the
-number of tokens, so no number is copied to the host. Fewer rows are moved than by an all-gather
-if a token has fewer choices than there are ranks. On a CPU the ranks gather the buffers
-instead: the reference.
+all ranks it computes the rows of its experts, and copies these rows from the buffers in the
+order of the experts. The ranks of the tokens read the results and sum them. All sizes follow
+from the number of tokens, so no number is copied to the host. This moves fewer rows than an
+all-gather if a token has fewer choices than there are ranks. On a CPU the ranks all-gather the
+buffers instead; this is the reference.
 """
 
 import socket
@@ -40,7 +40,7 @@ from mcore_parallel.mesh import Axis
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Sources of this rank's rows, and places of the results of its tokens."""
+    """Sources of this rank's rows, and rank and row of the results of its tokens."""
 
     sources: Int[Tensor, " R"]
     """Choice of each row of this rank, numbered over the tokens of all ranks; -1: none."""
@@ -49,12 +49,12 @@ class Places:
     rows: Int[Tensor, "T k"]
     """Row of the choice on that rank; outside of [0, R): none."""
     offsets: Int[Tensor, " e1"]
-    """Begins of the rows of this rank's experts, and the end of the last expert."""
+    """First row of each of this rank's experts, and the end of the last expert's rows."""
     num_tokens: int
-    """Largest number of tokens of a rank; buffers of all ranks have room for as many."""
+    """Largest number of tokens of a rank, for which the buffers of all ranks have space."""
 
     def part(self, begin: int, size: int) -> "Places":
-        """Return the places of rows ``begin`` to ``begin + size`` of each rank."""
+        """Return the places restricted to rows ``begin`` to ``begin + size`` of each rank."""
         sources, offsets = self.sources[begin : begin + size], self.offsets
         offsets = offsets.clamp(begin, begin + size) - begin
         return replace(self, sources=sources, rows=self.rows - begin, offsets=offsets)
@@ -68,10 +68,10 @@ class Places:
 
 
 class Exchange(Protocol):
-    """Reads tensors of all ranks."""
+    """Reads of the tensors of all ranks."""
 
     def gather(self, ids: Int[Tensor, "T k"]) -> Int[Tensor, "M k"]:
-        """Return the choices of all ranks, each of which has equally many."""
+        """Return the choices of all ranks; every rank must pass equally many."""
         ...
 
     def pull(self, x: Tensor, probs: Tensor | None, places: Places) -> Any:
@@ -95,7 +95,7 @@ class SymmetricDispatcher(Dispatcher):
         ep: Axis,
         make_exchange: Callable[[Axis, torch.device], Exchange] | None = None,
     ) -> None:
-        """Keep the config and the axis; no communication.
+        """Store the arguments; no communication.
 
         Args:
             config: of the layer.
@@ -115,8 +115,8 @@ class SymmetricDispatcher(Dispatcher):
     ) -> Float[Tensor, "T D"]:
         """Read, compute and sum rows; with a limit of rows, in parts of fixed size.
 
-        Each part is exchanged by itself, so that a rank holds the rows of one part at a time.
-        Backward computes all parts but the first again.
+        Each part is exchanged separately, so a rank holds the rows of one part at a time.
+        Backward recomputes all parts but the first.
         """
         limit = self.config.moe_expert_rows_limit
         if not limit:
@@ -127,8 +127,9 @@ class SymmetricDispatcher(Dispatcher):
 
         def run_part(x: Tensor, probs: Tensor, begin: int = 0) -> Tensor:
             part = places.part(begin, min(size, worst - begin))
-            sent = self.read_rows(x, probs, part)
-            return self.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+            dispatched = self.read_rows(x, probs, part)
+            y = experts(dispatched.x, dispatched.probs, dispatched.plan)
+            return self.combine(y, dispatched.handle)
 
         y = run_part(x, routing.probs)
         for begin in range(size, worst, size):
@@ -141,7 +142,7 @@ class SymmetricDispatcher(Dispatcher):
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
-        """Read as many rows as the worst routing gives; ``run`` reads them in parts."""
+        """Read the rows of this rank's experts, padded to the number of the worst routing."""
         return self.read_rows(x, routing.probs, self.plan(routing, options))
 
     def combine(self, y: Float[Tensor, "R D"], handle: Places) -> Float[Tensor, "T D"]:
@@ -180,11 +181,11 @@ class SymmetricDispatcher(Dispatcher):
         global_rows = global_rows + begins[rank]
         choices = F.pad(plan.choices, (0, 1))
         sources = choices[global_rows.clamp(max=choices.numel() - 1)]
-        # Of the choices of this rank's tokens: who computes them, and as which of its rows.
+        # For each choice of this rank's tokens: the rank that computes it, and its row there.
         first_token = rank * most_tokens
-        own = slice(first_token, first_token + num_tokens)
-        owners = all_ids[own] // num_local
-        rows = plan.slots[own] - begins[owners]
+        local_tokens = slice(first_token, first_token + num_tokens)
+        owners = all_ids[local_tokens] // num_local
+        rows = plan.slots[local_tokens] - begins[owners]
         first_expert = rank * num_local
         return Places(
             sources.where(global_rows < begins[rank + 1], -1).int(),
@@ -211,26 +212,26 @@ class Gathered:
 
     def pull(self, x: Tensor, probs: Tensor | None, places: Places) -> Any:
         """See ``Exchange``."""
-        missing, topk = places.num_tokens - x.shape[0], places.owners.shape[1]
+        padding, topk = places.num_tokens - x.shape[0], places.owners.shape[1]
         source, is_empty = places.sources.clamp(min=0), places.sources < 0
-        everyone = all_gather(F.pad(x, (0, 0, 0, missing)), self.ep)
-        rows = everyone[source // topk].masked_fill(is_empty[:, None], 0)
+        all_tokens = all_gather(F.pad(x, (0, 0, 0, padding)), self.ep)
+        rows = all_tokens[source // topk].masked_fill(is_empty[:, None], 0)
         if probs is None:
             return rows, None
-        weights = all_gather(F.pad(probs, (0, 0, 0, missing)), self.ep).flatten()
+        weights = all_gather(F.pad(probs, (0, 0, 0, padding)), self.ep).flatten()
         return rows, weights[source].masked_fill(is_empty, 0)
 
     def add(self, y: Tensor, probs: Tensor | None, places: Places) -> Any:
         """See ``Exchange``."""
         owners, rows, num_rows = places.owners, places.rows, y.shape[0]
-        found = (owners < self.ep.size) & (rows >= 0) & (rows < num_rows)
-        at = (owners * num_rows + rows).where(found, 0)
-        taken = all_gather(y, self.ep)[at].masked_fill(~found[..., None], 0)
+        has_row = (owners < self.ep.size) & (rows >= 0) & (rows < num_rows)
+        index = (owners * num_rows + rows).where(has_row, 0)  # in the gathered rows
+        taken = all_gather(y, self.ep)[index].masked_fill(~has_row[..., None], 0)
         wide = torch.promote_types(y.dtype, torch.float32)
         sums = taken.sum(1, dtype=wide).to(y.dtype)  # [T, k, D] -> [T, D]
         if probs is None:
             return sums, None
-        return sums, all_gather(probs, self.ep)[at].masked_fill(~found, 0)
+        return sums, all_gather(probs, self.ep)[index].masked_fill(~has_row, 0)
 
 
 class Peers:
@@ -239,23 +240,24 @@ class Peers:
     An exchange writes this rank's buffer, waits at a barrier for the other ranks, and reads
     their buffers, all in the order of one stream. A rank finishes its reads of exchange n
     before it arrives at the barrier of exchange n+1. So a buffer may be written again after the
-    barrier of any later exchange: all reads of it are over. Choices, rows and sums have a
-    buffer each, so that exchanges of different kinds need one barrier each. Two exchanges in a
-    row of one kind need a second barrier before the write; so does the first exchange after a
-    CUDA graph begins or ends, since a graph may be replayed after any exchange. All ranks
-    exchange in the same order, so all add the second barrier in the same places.
+    barrier of any later exchange, when all reads of the buffer are complete. Choices, rows and
+    sums have separate buffers, so that an exchange needs one barrier if the previous exchange
+    was of another kind. Two consecutive exchanges of one kind need a second barrier before the
+    write; so does the first exchange after a CUDA graph begins or ends, since a graph may be
+    replayed after any exchange. All ranks exchange in the same order, so all ranks add the
+    second barrier to the same exchanges.
 
-    torch numbers the connections of a process over all of its groups, and ranks wait for that
-    number. Ranks of different ``ep`` groups connect differently often if their numbers of
-    tokens differ, and would hang if they shared symmetric memory by another group later.
-    Nothing else in these packages uses symmetric memory.
+    Limitation: torch numbers the rendezvous of a process over all of its groups, and ranks wait
+    for that number. If numbers of tokens differ, ranks of different ``ep`` groups make
+    different numbers of rendezvous, and would hang if another group shared symmetric memory
+    later. Nothing else in these packages uses symmetric memory.
     """
 
     def __init__(self, ep: Axis, device: torch.device, memory: Any = None) -> None:
-        """Check that all ranks are on one node: they exchange a checksum of its name.
+        """Check that all ranks are on one node, by an all-gather of a checksum of its name.
 
         Args:
-            ep: the ranks.
+            ep: ranks that share the experts.
             device: of this rank.
             memory: allocates and connects buffers; None: torch's ``_symmetric_memory``.
 
@@ -264,8 +266,8 @@ class Peers:
                 memory.
         """
         by_device = "nccl" in torch.distributed.get_backend(ep.group)
-        own = torch.tensor([crc32(socket.gethostname().encode())])
-        num_nodes = all_gather(own.to(device if by_device else "cpu"), ep).unique().numel()
+        checksum = torch.tensor([crc32(socket.gethostname().encode())])
+        num_nodes = all_gather(checksum.to(device if by_device else "cpu"), ep).unique().numel()
         if num_nodes > 1:
             raise ValueError(_refusal(f"they are on {num_nodes} nodes"))
         self.memory, self.device = memory or _memory(), device
@@ -322,35 +324,39 @@ class Peers:
         offset = -(-num_rows * row_bytes // 16) * 16
         width = 0 if probs is None else probs.shape[1:].numel() * probs.element_size()
         buffer, handle, table = self._buffer(kind, offset + num_rows * width)
-        # The same buffer again, or a graph's begin or end: reads may not be over. Wait first.
-        now = (buffer.data_ptr(), self._is_recorded())
-        if self.last is not None and (self.last[0] == now[0] or self.last[1] != now[1]):
+        # The same buffer as in the last exchange, or the begin or end of a graph: other ranks
+        # may still read the buffer. Wait for them before the write.
+        exchange = (buffer.data_ptr(), self._is_recorded())
+        if self.last is not None and (
+            self.last[0] == exchange[0] or self.last[1] != exchange[1]
+        ):
             handle.barrier()
-        self.last = now
-        place = _place_of(x, buffer)
+        self.last = exchange
+        rows = _place_of(x, buffer)
         if offsets is None:
-            place.copy_(x)
+            rows.copy_(x)
         else:
             from mcore_moe.kernels.peer_rows import lay_rows
 
-            lay_rows(place, x.contiguous(), offsets)
+            lay_rows(rows, x.contiguous(), offsets)
         if probs is not None:
             _place_of(probs, buffer[offset:]).copy_(probs)
         handle.barrier()
         return (handle, table), offset
 
     def _buffer(self, kind: str, num_bytes: int) -> tuple[Tensor, Any, Tensor]:
-        """Return a buffer that is large enough; all ranks make a new one, or none.
+        """Return a buffer of at least ``num_bytes``; allocates a new one if there is none.
 
-        A new buffer is at most an eighth larger. Smaller ones stay: a CUDA graph may read them.
+        All ranks allocate in the same exchange. A new buffer is at most an eighth larger than
+        required. Smaller buffers are kept, as CUDA graphs may use them.
         """
         for entry in self.buffers[kind]:
             if entry[0].numel() >= num_bytes:
                 return entry
         if self._is_recorded():
             raise RuntimeError(
-                "symmetric memory cannot be allocated while a CUDA graph is recorded: run the "
-                "step once before."
+                "symmetric memory cannot be allocated while a CUDA graph is recorded: run one "
+                "step before the recording."
             )
         # Rounded up to a sixteenth of the next power of two, so that sizes that vary a little
         # share a buffer.
@@ -362,8 +368,8 @@ class Peers:
         except RuntimeError as error:
             raise ValueError(_refusal(str(error))) from error
         peers = range(self.group.size())
-        seen = [handle.get_remote_tensor(p, (size,), torch.uint8) for p in peers]
-        table = torch.tensor([x.data_ptr() for x in seen], device=self.device)
+        buffers = [handle.get_remote_tensor(p, (size,), torch.uint8) for p in peers]
+        table = torch.tensor([x.data_ptr() for x in buffers], device=self.device)
         self.buffers[kind].append((buffer, handle, table))
         return self.buffers[kind][-1]
 

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter where ranks have different numbers of rows, also none."""
+"""All-gather and reduce-scatter for ranks with different numbers of rows, also 0."""
 
 from jaxtyping import Shaped
 from torch import Tensor
@@ -21,7 +21,8 @@ def gather_uneven(
         return x
     if len(set(sizes)) == 1:
         return gather_partial_from(x, axis)
-    # An all-to-all in which every rank sends its rows to all: backward sums the gradients.
+    # An all-to-all in which every rank sends all its rows to each rank. Its backward returns a
+    # gradient of each copy, and that of ``repeat`` sums these.
     copies = x.repeat(axis.size, *(1,) * (x.dim() - 1))
     return all_to_all(copies, axis, [x.shape[0]] * axis.size, sizes)
 
@@ -29,10 +30,10 @@ def gather_uneven(
 def reduce_scatter_uneven(
     x: Shaped[Tensor, "Q ..."], axis: Axis, sizes: list[int]
 ) -> Shaped[Tensor, "R ..."]:
-    """Sum over the ranks, keeping own rows, in axis order; the gradient is gathered.
+    """Return this rank's rows of the sum over the ranks; the gradient is all-gathered.
 
     Args:
-        x: rows of all ranks.
+        x: rows of all ranks, in axis order.
         axis: ranks that take part.
         sizes: rows that each rank keeps; may hold zeros.
     """
@@ -40,6 +41,6 @@ def reduce_scatter_uneven(
         return x
     if len(set(sizes)) == 1:
         return reduce_scatter_to(x, axis)
-    own = sizes[axis.rank]
-    parts = all_to_all(x, axis, sizes, [own] * axis.size)
-    return parts.view(axis.size, own, *x.shape[1:]).sum(0)
+    num_rows = sizes[axis.rank]
+    parts = all_to_all(x, axis, sizes, [num_rows] * axis.size)
+    return parts.view(axis.size, num_rows, *x.shape[1:]).sum(0)

@@ -1,8 +1,8 @@
-"""The experts of a rank: stacked weights, and the forward pass of their rows.
+"""The experts of a rank: stacked weights, and the forward pass over rows.
 
 Tokens are copied to rows sorted by expert, and the results of a token's rows are summed;
-``grouped_gemm`` does the GEMMs. The weight of a choice multiplies the activation before the
-second GEMM (and the second bias), so that only the sum over a token's rows follows that GEMM.
+``grouped_gemm`` has the GEMMs. The router's weight multiplies the activation before the second
+GEMM (and the second bias), so that only the sum over a token's rows follows that GEMM.
 
 Each matrix of an expert is a logical tensor: ``{e}.fc1.gate.weight``, with e counted over all
 ranks.
@@ -41,7 +41,7 @@ from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 
 @runtime_checkable
 class RowsAdapter(Protocol):
-    """Adds to the outputs of fc1 and fc2, row by row: low-rank adapters of mcore-models."""
+    """Low-rank adapters of mcore-models, which add to the outputs of fc1 and fc2 by row."""
 
     def add_fc1(
         self,
@@ -49,20 +49,20 @@ class RowsAdapter(Protocol):
         rows: Float[Tensor, "R D"],
         offsets: Int[Tensor, " E"],
     ) -> Float[Tensor, "R F"]:
-        """Add to the output of the first matrices, before biases."""
+        """Return the output of fc1, without biases, plus the adapter's output for ``rows``."""
 
     def add_fc2(
         self, y: Float[Tensor, "R D"], active: Float[Tensor, "R F"], offsets: Int[Tensor, " E"]
     ) -> Float[Tensor, "R D"]:
-        """Add to the output of the second matrices, before biases."""
+        """Return the output of fc2, without biases, plus the adapter's for ``active``."""
 
 
 class Experts(nn.Module):
-    """Feed-forward networks, each of which computes its own rows.
+    """Runs this rank's expert networks, each on its own rows.
 
     Attributes:
-        fc1_weight: ``[e, 2F/expert_tp, D]``, the gate's rows before the up-projection's (or
-            ``[e, F/expert_tp, D]`` without gate).
+        fc1_weight: ``[e, 2F/expert_tp, D]``, rows of the gate, then of the up-projection
+            (``[e, F/expert_tp, D]`` without a gate).
         fc2_weight: ``[e, D, F/expert_tp]``.
         fc1_bias, fc2_bias: ``[e, ...]`` or None.
         adapter: adds to the outputs of fc1 and fc2, or None.
@@ -86,15 +86,15 @@ class Experts(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F of one expert.
-            config: number of experts over all ranks, of which rank r of ``ep`` holds the r-th
-                equal share, and the options of their GEMMs. With ``moe_wgrad_micro_batches``
-                above 1 the owner of the main gradients calls ``GradSlot.end_backward``, as
+            config: number of experts over all ranks, and options of their GEMMs; rank r of
+                ``ep`` holds the r-th equal share. With ``moe_wgrad_micro_batches`` above 1 the
+                owner of the main gradients must call ``GradSlot.end_backward``, as
                 ``DataParallel`` does.
             network: of each expert.
             axes: ranks that share the experts (``ep``) and each expert's matrices
                 (``expert_tp``).
-            fp8_casts: multiply in fp8, and keep casts of weights there; None: multiply in the
-                dtype of the weights.
+            fp8_casts: cache of the weights' casts for GEMMs in fp8; None: GEMMs in the dtype of
+                the weights.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -135,8 +135,8 @@ class Experts(nn.Module):
         The same seed gives every expert the same weights under all layouts.
 
         Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks.
+            seed: None: drawn from torch's default CPU generator, which must have the same seed
+                on all ranks.
         """
         if self.fc1_weight.is_meta:
             return
@@ -154,12 +154,12 @@ class Experts(nn.Module):
     def forward(
         self, x: Float[Tensor, "M D"], probs: Float[Tensor, "M k"], plan: RowPlan
     ) -> Float[Tensor, "M D"]:
-        """Run every token through its experts and sum their outputs; no communication.
+        """Return the weighted sum of the experts' outputs for every token; no communication.
 
-        With ``expert_tp`` the result is this rank's part of a sum over it.
+        With ``expert_tp`` the result is this rank's part of a sum over ``expert_tp``.
 
         Args:
-            x: tokens, or rows of tokens that came from other ranks.
+            x: tokens, or rows received from other ranks.
             probs: weight of each choice.
             plan: the row of each choice, rows sorted by expert.
         """
@@ -209,7 +209,7 @@ class Experts(nn.Module):
             if self.adapter is not None:
                 rows = self.adapter.add_fc2(rows, active, plan.offsets)
             if self.fc2_bias is not None:
-                # The sum over expert_tp must have the bias once: its first rank adds it.
+                # The sum over expert_tp must contain the bias once: its first rank adds it.
                 weights = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
                 bias = self._of_rows(self.fc2_bias, plan)
                 rows = rows + (bias * weights[:, None]).to(rows.dtype)
@@ -218,7 +218,7 @@ class Experts(nn.Module):
         return first, second
 
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
-        """Whether quack's gathering GEMMs run: no bias, no adapter, a token in every row."""
+        """Return whether quack's gathering GEMMs support these inputs, and are faster."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input or self.adapter is not None:
             return False
@@ -226,7 +226,7 @@ class Experts(nn.Module):
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False
-        if plan.choices.dtype != torch.int32:  # made in plain torch: kernels take int32
+        if plan.choices.dtype != torch.int32:  # a plan by plain torch; the kernels need int32
             return False
         return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
@@ -242,9 +242,10 @@ class Experts(nn.Module):
         return [self.fc1_weight, self.fc2_weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
-        # A matrix of expert e: rows [n * width, (n + 1) * width) of fc1_weight[i] are the
-        # gate (n = 0) or the up-projection (n = 1), columns of fc2_weight[i] the slice of F.
+        """Return the sharding of the stacked parameters expert by expert."""
+        # Expert e = ep.rank * num_local + i. Rows [n * width, (n + 1) * width) of fc1_weight[i]
+        # are this rank's slice of F of the gate (n = 0) or the up-projection (n = 1); columns
+        # of fc2_weight[i] are the same slice of F.
         D, F_ = self.hidden_size, self.ffn_hidden_size
         names = ("fc1.gate", "fc1.up") if self.network.gated else ("fc1",)
         width = F_ // self.expert_tp.size
@@ -268,7 +269,7 @@ class Experts(nn.Module):
             weight2.append(
                 Part(f"{e}.fc2.weight", (D, F_), (0, begin), (i, 0, 0), (1, D, width))
             )
-            # Only the first rank of expert_tp adds it, so the gradients are parts of a sum.
+            # Only the first rank of expert_tp adds the bias, so gradients are parts of a sum.
             bias2.append(
                 Part(
                     f"{e}.fc2.bias",
@@ -288,12 +289,12 @@ class Experts(nn.Module):
     def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
         row = torch.arange(plan.choices.numel(), device=bias.device)
         experts = torch.searchsorted(plan.offsets[1:], row, right=True)
-        # searchsorted gives e for rows of no expert, whose values and gradients are undefined:
-        # they read an extra row of zeros, and no expert's bias gets their gradients.
+        # searchsorted returns e for rows of no expert, whose values and gradients are
+        # undefined: they read an extra row of zeros, so no expert's bias gets their gradients.
         return F.pad(bias, (0, 0, 0, 1))[experts]  # [e, N] -> [R, N]
 
     def extra_repr(self) -> str:
-        """Describe the layer for ``print(model)``."""
+        """Return the text of the layer in ``print(model)``."""
         return (
             f"{self.num_local_experts} of {self.num_experts}, D={self.hidden_size}, "
             f"F={self.ffn_hidden_size}, gated={self.network.gated}, grouped={self.grouped}"

@@ -1,9 +1,9 @@
-"""Rows in fp8: tokens exchanged in half the bytes, and the experts' GEMMs of them.
+"""Rows in fp8: exchange of tokens in half the bytes, and the experts' GEMMs.
 
-A row is cast to e4m3 by a scale of its own, a weight by one for each row that a GEMM sums
-along. So no scale depends on which rows a rank or an expert gets, and the rows of an expert
-need no alignment. Forward and the input's gradient are fp8 GEMMs; the weight's gradient keeps
-the model's dtype and is added where ``grouped_gemm`` adds its own.
+Every row is cast to e4m3 with its own scale, and every row of a weight, along which a GEMM
+sums. So no scale depends on which rows a rank or an expert gets, and the rows of an expert
+need no alignment. Forward and the input's gradient are fp8 GEMMs; the weight's gradient is
+computed and added in the model's dtype, as in ``grouped_gemm``.
 
 On Hopper the GEMM is torch's scaled grouped GEMM; elsewhere, and for float64, the same fp8
 numbers are multiplied in the dtype of the scales.
@@ -40,20 +40,20 @@ def exchange_narrow(
     Args:
         x: rows.
         exchange: sends and receives rows of bytes.
-        back: sends the gradients of the results to the ranks that sent the rows.
+        back: the backward of ``exchange``, for gradients in the dtype of the rows.
     """
     return _ExchangeNarrow.apply(x, exchange, back)
 
 
 def packed(x: Float[Tensor, "R D"]) -> Shaped[Tensor, "R B"]:
-    """Return each row's numbers followed by its scale, as bytes: one exchange for both."""
+    """Return each row's fp8 numbers and its scale as bytes, so that one exchange sends both."""
     numbers, scales = cast_rows(x)
     scales = scales.reshape(-1).view(torch.uint8).view(x.shape[0], scales.itemsize)
     return torch.cat([numbers.view(torch.uint8), scales], 1)
 
 
 def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "R D"]:
-    """Return ``packed`` rows dequantized.
+    """Return the dequantized rows of the bytes that ``packed`` returns.
 
     Args:
         data: numbers and scale of each row.
@@ -61,13 +61,13 @@ def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "
     """
     wide = torch.promote_types(dtype, torch.float32)
     numbers, scales = data.split([data.shape[1] - wide.itemsize, wide.itemsize], 1)
-    # A view as float32 needs contiguous, aligned bytes, which a slice of columns has not.
+    # A view as float32 needs contiguous, aligned bytes: copy the slice of columns.
     scales = scales.clone(memory_format=torch.contiguous_format).reshape(-1).view(wide)[:, None]
     return Fp8Rows(numbers.view(FP8), scales).wide().to(dtype)
 
 
 def wire_casts(config: MoEConfig, x: Float[Tensor, "R D"]) -> dict[str, Any]:
-    """Return the arguments of a ``begin_`` collective that cast what is sent, and back."""
+    """Return the encode and decode arguments of a ``begin_`` collective; empty without fp8."""
     if not config.moe_dispatch_dtype:
         return {}
     return {"encode": packed, "decode": partial(unpacked, dtype=x.dtype)}
@@ -91,16 +91,17 @@ def fp8_linear(
     *,
     casts: WeightCasts,
 ) -> Float[Tensor, "R N"]:
-    """Multiply as ``grouped_linear`` does, forward and the input's gradient in fp8.
+    """Multiply each expert's rows with its weight; forward and the input's gradient in fp8.
 
-    The result is 4 % off, by the norm of the error over that of the result, and so is the
-    input's gradient. The weight's gradient goes to its main gradient where it has one.
+    The relative error of the result, and of the input's gradient, is 4 % (norm of the error
+    over norm of the result). The weight's gradient is added to its main gradient if there is
+    one.
 
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank.
-        offsets: where the rows of each begin, and the end of the last; int32.
-        casts: where casts of weights are kept while a step lasts.
+        offsets: first row of each expert, and the end of the last expert's rows; int32.
+        casts: cache of the weights' casts during a step.
     """
     return _Fp8Linear.apply(x, weight, offsets, casts)
 
@@ -110,7 +111,7 @@ class _Fp8Linear(OnceDifferentiable):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, casts: WeightCasts
     ) -> Tensor:
-        # Saved tensors may come back as copies; the slot is the original's.
+        # Saved tensors may be copies, without a slot: take the slot from the original.
         ctx.slot, ctx.casts = slot_of(weight), casts
         x, weight = cast_factor(x), cast_factor(weight)
         ctx.save_for_backward(x, weight, offsets)
@@ -143,12 +144,12 @@ def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Fp
 def multiply_rows(
     a: Fp8Rows, b: Fp8Rows, offsets: Int[Tensor, " e1"], dtype: torch.dtype
 ) -> Float[Tensor, "R N"]:
-    """Multiply each expert's rows of a with the rows of its own matrix in b.
+    """Return the products of each expert's rows in a with the rows of its matrix in b.
 
     Args:
         a: rows sorted by expert.
         b: matrices ``[e, N, K]``.
-        offsets: where the rows of each expert begin, and the end of the last; int32.
+        offsets: first row of each expert, and the end of the last expert's rows; int32.
         dtype: of the result.
     """
     if not _has_grouped_kernel(a, b):
@@ -167,7 +168,7 @@ def multiply_rows(
 
 
 def _has_grouped_kernel(a: Fp8Rows, b: Fp8Rows) -> bool:
-    """Return whether torch has a grouped GEMM of rows with scales: 2.11 on Hopper only."""
+    """Return whether torch has a grouped GEMM of scaled rows: in torch 2.11 on Hopper only."""
     device = a.numbers.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False

@@ -1,9 +1,9 @@
-"""Linears between tokens and rows by GEMMs that gather: tokens are not copied by expert.
+"""Linears from tokens to rows and back, by GEMMs that gather tokens instead of copying them.
 
-``gathered_linear`` reads a token once for each of its rows; ``summed_linear`` sums a token's
+``gathered_linear`` reads a token once for each of its rows. ``summed_linear`` sums a token's
 rows, and its backward reads the gradient of the sum once for each row. Autograd saves tokens,
 not rows. The reference is ``permute``, ``grouped_linear``, ``unpermute``. In fp8 tokens are
-cast first, and the rows are copies of one byte a number.
+cast first, and their rows are copied at one byte per number.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ def gathered_linear(
     plan: RowPlan,
     casts: WeightCasts | None = None,
 ) -> Float[Tensor, "R N"]:
-    """Multiply each row's token with its expert's weight.
+    """Return for each row the product of its token with its expert's weight.
 
     Args:
         x: tokens.
         weight: of all experts of this rank.
-        plan: dense.
+        plan: rows; ``plan.is_dense`` must be true.
         casts: see ``fp8_rows.fp8_linear``; None: multiply in the dtype of the tokens.
     """
     return _GatheredGemm.apply(x, weight, plan.sources, plan.slots, plan.offsets, casts)
@@ -45,7 +45,7 @@ def summed_linear(
     plan: RowPlan,
     casts: WeightCasts | None = None,
 ) -> Float[Tensor, "M N"]:
-    """Multiply each row with its expert's weight, and sum the rows of each token."""
+    """Multiply each row with its expert's weight; return the sum of each token's rows."""
     return _SummedGemm.apply(rows, weight, plan.sources, plan.slots, plan.offsets, casts)
 
 
@@ -78,7 +78,7 @@ class _GatheredGemm(OnceDifferentiable):
         offsets: Tensor,
         casts: WeightCasts | None,
     ) -> Tensor:
-        # Saved tensors may come back as copies; the slot is the original's.
+        # Saved tensors may be copies, without a slot: take the slot from the original.
         ctx.slot, ctx.casts = slot_of(weight), casts
         x, weight = cast_factor(x).contiguous(), cast_factor(weight)
         ctx.save_for_backward(x, weight, sources, slots, offsets)

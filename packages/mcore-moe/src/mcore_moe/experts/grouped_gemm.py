@@ -1,8 +1,8 @@
-"""Rows sorted by expert times stacked weights: one expert after the other, or in one kernel.
+"""GEMMs of rows sorted by expert with stacked weights: a loop over experts, or one kernel.
 
-The sequential form loops over the experts; the grouped GEMM is a single kernel. Both compute
-the same function; device and dtype select one. Where the weight has a main gradient
-(``grad_slot``), backward of both adds to it: see ``weight_gradient``.
+``sequential_linear`` loops over the experts; ``grouped_linear`` is one grouped GEMM if device
+and dtype support it. Both compute the same function. If the weight has a main gradient
+(``grad_slot``), ``accumulating_linear`` adds to it in backward: see ``weight_gradient``.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
 from mcore_parallel.autograd.grad_slot import slot_of
 
 Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``grouped_linear`` or ``sequential_linear``."""
+"""A function with the arguments of ``sequential_linear``."""
 
 
 def sequential_linear(
@@ -32,13 +32,13 @@ def sequential_linear(
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows with its weight, one expert after the other.
 
-    The host waits for the device to learn ``offsets``.
+    The host waits for ``offsets``.
 
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank.
-        offsets: where the rows of each begin, and the end of the last; int32. Later rows
-            give zeros.
+        offsets: first row of each expert, and the end of the last expert's rows; int32. Results
+            of later rows are zero.
     """
     x, weight = cast_factor(x), cast_factor(weight)
     *parts, rest = rows_by_expert(x, offsets)
@@ -49,16 +49,16 @@ def sequential_linear(
 def grouped_linear(
     x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], offsets: Int[Tensor, " e1"]
 ) -> Float[Tensor, "R N"]:
-    """Multiply each expert's rows with its weight in one kernel; no wait for the device.
+    """Multiply each expert's rows with its weight in one kernel; the host does not wait.
 
-    Same arguments as ``sequential_linear``, which is called for tensors that the kernel does
-    not take: see ``has_grouped_kernel``.
+    Same arguments as ``sequential_linear``, which computes tensors that the kernel does not
+    support: see ``has_grouped_kernel``.
     """
     x, weight = cast_factor(x), cast_factor(weight)
     if not has_grouped_kernel(x, weight):
         return sequential_linear(x, weight, offsets)
     if x.shape[0] == 0:
-        return F.linear(x, weight[0])  # the kernel refuses tensors without rows
+        return F.linear(x, weight[0])  # the kernel does not support tensors without rows
     return _GroupedLinear.apply(x, weight, offsets)
 
 
@@ -69,22 +69,22 @@ def accumulating_linear(
     *,
     linear: Linear,
 ) -> Float[Tensor, "R N"]:
-    """Multiply as ``linear``; backward adds the weight's gradient to its main gradient.
+    """Return ``linear(x, weight, offsets)``; backward adds to the weight's main gradient.
 
-    The weight's ``grad`` stays None. With a queue in the weight's slot the rows and the
-    gradient of the result are kept until the queue computes the weight's gradient.
+    The weight's ``grad`` stays None. With a queue in the weight's slot, the rows and the
+    gradient of the result are stored until the queue computes the weight's gradient.
 
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank, with a main gradient in its slot.
-        offsets: where the rows of each begin, and the end of the last.
+        offsets: as in ``sequential_linear``.
         linear: ``grouped_linear`` or ``sequential_linear``.
     """
     return _AccumulatingLinear.apply(x, weight, offsets, linear)
 
 
 class _GroupedLinear(OnceDifferentiable):
-    """The grouped GEMM with a backward that takes gradients of any strides."""
+    """The grouped GEMM with a backward that accepts gradients of any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 class _AccumulatingLinear(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, linear: Linear) -> Tensor:
-        # Saved tensors may come back as copies; the slot is the original's.
+        # Saved tensors may be copies, without a slot: take the slot from the original.
         ctx.slot, ctx.linear = slot_of(weight), linear
         x, weight = cast_factor(x), cast_factor(weight)
         ctx.save_for_backward(x, weight, offsets)

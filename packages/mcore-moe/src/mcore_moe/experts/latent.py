@@ -1,6 +1,6 @@
 """Projections of tokens into a narrower latent space for routed experts, and out of it.
 
-Ranks exchange fewer bytes and every expert has smaller matrices, so that a model affords more
+Ranks exchange fewer bytes and every expert has smaller matrices, so a model can have more
 experts. The router and the shared expert read the tokens in the model's width. NVIDIA 2025,
 Nemotron 3: LatentMoE, arXiv:2512.20856.
 """
@@ -25,12 +25,12 @@ def latent_projections(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> "tuple[LatentProjection, LatentProjection] | tuple[None, None]":
-    """Return the projections into the latent space and out of it; None for a width of 0.
+    """Build the projections into the latent space and out of it; two None for a width of 0.
 
     Args:
         hidden_size: width of the model.
         latent_size: width of the latent space, or 0.
-        stds: of the weights, in and out.
+        stds: standard deviations of the initial weights, in and out.
         tp: ranks that hold the weights and have different tokens.
         device: of the weights.
         dtype: of the weights.
@@ -44,7 +44,7 @@ def latent_projections(
 
 
 class LatentProjection(nn.Module):
-    """A linear without bias that every tensor rank holds whole and applies to its own tokens.
+    """A linear without bias, replicated over tensor ranks, which project different tokens.
 
     Attributes:
         weight: ``[F, D]``; its gradients are partial sums over ``tp``.
@@ -66,7 +66,7 @@ class LatentProjection(nn.Module):
             in_features: D.
             out_features: F.
             tp: ranks that hold the weight and have different tokens.
-            init_std: 0.0 leaves zeros and draws nothing.
+            init_std: of the initial weight; 0.0 leaves zeros and draws no random numbers.
             device: of the weight.
             dtype: of the weight.
         """
@@ -77,14 +77,14 @@ class LatentProjection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight; None as seed draws one from torch's default CPU generator."""
+        """Fill the weight; seed None: drawn from torch's default CPU generator."""
         reset_weight_(self, std=self.init_std, seed=seed)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        """Project tokens; no communication."""
+        """Return ``x W^T``; no communication."""
         return column_parallel(x, self.weight, None, SINGLE, sequence_parallel=False)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the weight: whole on every tensor rank, with partial gradients."""
+        """Return the sharding: complete on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         return {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}

@@ -1,4 +1,4 @@
-"""A feed-forward network: activation, gate, biases and initialisation, as frozen data."""
+"""``ExpertNetwork``: activation, gate, biases and initialisation of a feed-forward network."""
 
 from dataclasses import dataclass
 
@@ -11,24 +11,25 @@ from mcore_moe.kernels.gate import gated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertNetwork:
-    """The feed-forward network of each expert; the dense layers of mcore-models too."""
+    """Options of the feed-forward network of experts, and of dense layers of mcore-models."""
 
     gated: bool = True
-    """Whether fc1 gives a gate and an up-projection."""
+    """Whether fc1 computes a gate and an up-projection."""
     activation: str = "silu"
     """A key of ``activations.ACTIVATIONS``; in dense layers also one of ``LEARNED``."""
     bias: bool = False
-    """Whether both GEMMs have a bias; a shared expert has none in any case."""
+    """Whether both GEMMs have a bias; a shared expert never has biases."""
     clamp: float = 0.0
-    """Bound of gates and up-projections, see ``kernels.gate.gated``; 0: none."""
+    """Bound of gates and up-projections, see ``kernels.gate.gated``; 0: no bound."""
     offset: float = 0.0
-    """Added to up-projections."""
+    """Number added to up-projections."""
     init_std: float = 0.02
-    """Of fc1, and of router and latent projections; 0.0 leaves zeros and draws no numbers."""
+    """Standard deviation of initial weights of fc1, router and latent projections; 0.0 leaves
+    zeros and draws no random numbers."""
     output_std: float | None = None
-    """Of fc2; None: ``init_std``."""
+    """Standard deviation of initial weights of fc2; None: ``init_std``."""
     recompute_activation: bool = False
-    """Whether backward computes the input of fc2 again; a shared expert's is kept."""
+    """Whether backward recomputes the input of fc2; not in a shared expert."""
 
     def __post_init__(self) -> None:
         if self.activation not in LEARNED:

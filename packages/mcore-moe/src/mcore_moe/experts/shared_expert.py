@@ -1,6 +1,6 @@
-"""The shared expert: a feed-forward network that every token passes through.
+"""The shared expert: a feed-forward network that processes every token.
 
-It is split over all tensor ranks like a dense layer, not over the expert grid.
+The shared expert is split over tensor ranks like a dense layer, not over expert ranks.
 """
 
 import torch
@@ -44,8 +44,8 @@ class SharedExpert(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F.
-            network: activation, gate and initialisation; there are no biases.
-            axes: ranks that share F (``tp``), and whether they share the tokens.
+            network: activation, gate and initialisation; biases are ignored.
+            axes: ranks that split F (``tp``), and whether they also split the tokens.
             has_token_gate: multiply the output by a learned sigmoid of the token.
             device: of the parameters.
             dtype: of the parameters.
@@ -76,9 +76,10 @@ class SharedExpert(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """Return the output for every token; T is cut over ``tp`` if sequence parallel.
+        """Return the shared expert's output for every token.
 
-        Gathers and reduce-scatters over ``tp`` in that case, and all-reduces otherwise.
+        Under sequence parallelism T is split over ``tp``: gathers and reduce-scatters over
+        ``tp``. Otherwise all-reduces over ``tp``.
         """
         y = self.fc2(self.network.activate(self.fc1(x)))
         return y if self.token_gate is None else y * self.token_gate(x)

@@ -1,6 +1,6 @@
-"""The GEMMs of experts by Transformer Engine's grouped GEMM: the extra ``te`` of mcore-models.
+"""GEMMs of experts by Transformer Engine's grouped GEMM (the extra ``te`` of mcore-models).
 
-The host waits for the number of rows of every expert, which that GEMM takes as integers.
+The host waits for the number of rows of every expert, which are host integers in that GEMM.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ def transformer_engine_linear(
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows with its weight; see ``grouped_gemm.sequential_linear``.
 
-    Backward adds the weight's gradient to its main gradient where it has one.
+    Backward adds the weight's gradient to its main gradient, if there is one.
     """
     return _Grouped.apply(x, weight, offsets)
 
@@ -28,7 +28,7 @@ def transformer_engine_linear(
 class _Grouped(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        # Saved tensors may come back as copies; the slot is the original's.
+        # Saved tensors may be copies, without a slot: take the slot from the original.
         ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
         ctx.sizes = offsets.diff().tolist()
@@ -62,16 +62,16 @@ def _multiply(
     layout: str,
 ) -> None:
     """Write the result of each expert's GEMM to its rows of ``out``."""
-    chosen = [expert for expert, size in enumerate(sizes) if size]
-    if not chosen:
+    active = [expert for expert, size in enumerate(sizes) if size]  # experts with rows
+    if not active:
         return
     rows = x[: sum(sizes)].split(sizes)
     _grouped_gemm(
-        [weight[expert] for expert in chosen],
-        [rows[expert] for expert in chosen],
+        [weight[expert] for expert in active],
+        [rows[expert] for expert in active],
         [out],
         layout,
-        m_splits=[sizes[expert] for expert in chosen],
+        m_splits=[sizes[expert] for expert in active],
         single_output=True,
         grad=layout != "TN",
     )
@@ -80,23 +80,23 @@ def _multiply(
 def _add_weight_gradient(
     total: Float[Tensor, "e N K"], grad: Tensor, x: Tensor, sizes: list[int], *, overwrite: bool
 ) -> None:
-    """Add the gradient of every expert that has rows."""
+    """Add the weight gradient of every expert that has rows to ``total``, in place."""
     if overwrite:
         total.zero_()
-    chosen = [expert for expert, size in enumerate(sizes) if size]
-    if not chosen:
+    active = [expert for expert, size in enumerate(sizes) if size]  # experts with rows
+    if not active:
         return
-    both = (t[: sum(sizes)].split(sizes) for t in (x, grad))
-    inputs, grads = ([parts[expert] for expert in chosen] for parts in both)
-    out = [total[expert] for expert in chosen]
-    counts = [sizes[expert] for expert in chosen]
+    by_expert = (t[: sum(sizes)].split(sizes) for t in (x, grad))
+    inputs, grads = ([parts[expert] for expert in active] for parts in by_expert)
+    out = [total[expert] for expert in active]
+    counts = [sizes[expert] for expert in active]
     _grouped_gemm(inputs, grads, out, "NT", m_splits=counts, grad=True, accumulate=True)
 
 
 def _grouped_gemm(
     a: list[Tensor], b: list[Tensor], out: list[Tensor], layout: str, **options: Any
 ) -> None:
-    """Multiply pairs of matrices as Transformer Engine's own grouped linear does."""
+    """Multiply pairs of matrices into ``out`` with the options of TE's grouped linear."""
     grouped = import_module("transformer_engine.pytorch.cpp_extensions").general_grouped_gemm
     split = layout != "TN"
     none, dtype = [None] * len(a), out[0].dtype

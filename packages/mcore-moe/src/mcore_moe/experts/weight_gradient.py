@@ -1,11 +1,11 @@
-"""Gradients of stacked weights: where they go, and the GEMM that adds them there.
+"""Gradients of stacked weights, and the grouped GEMM that adds them to main gradients.
 
-Where a weight has a main gradient (``grad_slot``), backward adds the gradient to it: at once,
-later for pipeline schedules that split backward, or together with those of other micro-batches.
-quack's grouped GEMM adds in its epilogue. With few rows an expert it takes longer to read and
-write the main gradient than to multiply, so the rows of several micro-batches are merged, each
-expert's next to each other, and added by one GEMM. Without quack torch's grouped GEMM makes the
-gradient in the dtype of the rows, and an addition follows.
+If a weight has a main gradient (``grad_slot``), backward adds the weight's gradient to it: at
+once, later for pipeline schedules that split backward, or together with other micro-batches.
+quack's grouped GEMM adds in its epilogue. With few rows per expert, reading and writing the
+main gradient takes longer than the multiplication. So the rows of several micro-batches are
+merged, with each expert's rows next to each other, and added by one GEMM. Without quack,
+torch's grouped GEMM computes the gradient in the dtype of the rows, and an addition follows.
 """
 
 from collections.abc import Sequence
@@ -26,23 +26,23 @@ class Factors(NamedTuple):
     """Factors of the gradient of stacked weights: ``grad^T x``, expert by expert."""
 
     grad: Float[Tensor, "M N"]
-    """Gradient of the rows' results."""
+    """Gradient of the results of the rows."""
     x: Float[Tensor, "L K"]
     """The rows."""
     offsets: Int[Tensor, " e1"]
-    """Where the rows of each expert begin, and the end of the last; int32."""
+    """First row of each expert, and the end of the last expert's rows; int32."""
     grad_sources: Int[Tensor, " R"] | None = None
-    """Row of ``grad`` for each row, if it is in another order; int32."""
+    """Index in ``grad`` of each row, if ``grad`` is in another order; int32."""
     x_sources: Int[Tensor, " R"] | None = None
-    """Row of ``x`` for each row; at most one of the two is given."""
+    """Index in ``x`` of each row; None if ``grad_sources`` is given."""
 
     @property
     def num_rows(self) -> int:
-        """R, including rows after those of the last expert."""
+        """R, including rows that belong to no expert."""
         return len(self.grad if self.grad_sources is None else self.grad_sources)
 
     def in_order(self) -> "Factors":
-        """Return the factors with both sides copied to the order of experts."""
+        """Return the factors with ``grad`` and ``x`` copied to the order of the experts."""
         grad, x = self.grad, self.x
         if self.grad_sources is not None:
             grad = grad.index_select(0, self.grad_sources)
@@ -54,21 +54,22 @@ class Factors(NamedTuple):
 def take_weight_gradient(
     slot: GradSlot | None, weight: Float[Tensor, "e N K"], factors: Factors
 ) -> Float[Tensor, "e N K"] | None:
-    """Add the gradient of stacked weights to their main gradient, at once or later.
+    """Pass the gradient's factors to the weights' slot, or return the gradient.
 
     Args:
-        slot: of the weights; None: return the gradient.
-        weight: the weights.
-        factors: of the gradient; kept until it is added.
+        slot: adds the gradient to the main gradient, at once or later; None: return the
+            gradient.
+        weight: the stacked weights.
+        factors: of the gradient; the slot stores them until it adds the gradient.
     """
     if slot is not None:
         slot.take_part(add_weight_gradients, factors)
         return None
-    # A single GEMM makes the gradient in the weight's dtype; quack's needs a tensor to fill.
+    # torch's GEMM allocates the gradient in the weight's dtype; quack's needs an output tensor.
     grad, x, offsets, *_ = factors
     has_kernel = x.shape[0] and has_grouped_kernel(x, weight)
     if has_kernel and not quack_gemm.usable(x, weight):
-        return F.grouped_mm(grad.t(), x, offs=offsets[1:])  # without quack nothing is gathered
+        return F.grouped_mm(grad.t(), x, offs=offsets[1:])  # only quack's GEMMs gather
     gradient = torch.empty_like(weight)
     add_weight_gradients(gradient, [factors], overwrite=True)
     return gradient
@@ -77,12 +78,12 @@ def take_weight_gradient(
 def add_weight_gradients(
     main: Float[Tensor, "e N K"], parts: Sequence[Factors], *, overwrite: bool = False
 ) -> None:
-    """Add the gradient of stacked weights: by quack's GEMM, torch's, or expert by expert.
+    """Add the gradients of ``parts`` to ``main``: by quack's or torch's GEMM, or by a loop.
 
     Args:
         main: changed in place.
-        parts: factors of one micro-batch or of several, which one grouped GEMM adds on a GPU.
-        overwrite: replace ``main``.
+        parts: factors of one or several micro-batches; on a GPU one grouped GEMM adds all.
+        overwrite: replace ``main`` instead of adding to it.
     """
     parts = [part for part in parts if part.x.shape[0] and part.grad.shape[0]]
     if not parts and overwrite:
@@ -95,7 +96,7 @@ def add_weight_gradients(
 
 
 def _by_kind(parts: Sequence[Factors]) -> list[list[Factors]]:
-    """Group parts by the side that their GEMM gathers: grad, x or none."""
+    """Group parts by the factor that their GEMM gathers: grad, x or none."""
     groups: dict[tuple[bool, bool], list[Factors]] = {}
     for part in parts:
         kind = part.grad_sources is None, part.x_sources is None
@@ -104,11 +105,11 @@ def _by_kind(parts: Sequence[Factors]) -> list[list[Factors]]:
 
 
 def merge_parts(parts: Sequence[Factors]) -> Factors:
-    """Concatenate parts so that each expert's rows of all parts are next to each other.
+    """Return parts merged so that each expert's rows of all parts are next to each other.
 
-    The host waits for nothing. Of a side that a GEMM gathers the row numbers are permuted, not
-    the rows. The begin of an expert's rows depends on all parts, so rows cannot be written to
-    their place before the last part has come.
+    The host does not wait. If the GEMM gathers a factor, its row numbers are permuted, not its
+    rows. The first row of an expert depends on all parts, so merging must wait for the last
+    part.
 
     Args:
         parts: of one kind, see ``_by_kind``.
@@ -118,33 +119,41 @@ def merge_parts(parts: Sequence[Factors]) -> Factors:
     grads, xs, _, grad_sources, x_sources = zip(*parts, strict=True)
     num_rows = sum(part.num_rows for part in parts)
     bounds = torch.stack([F.pad(part.offsets, (0, 1), value=part.num_rows) for part in parts])
-    sizes = bounds.diff()  # [parts, e + 1]: rows of each expert, last those of none
+    sizes = bounds.diff()  # [parts, e + 1]: rows of each expert, then rows of no expert
     # A segment is the rows of one expert in one part. ``sizes.cumsum`` has the ends of the
-    # segments by part (how rows lie), ``ends`` those by expert (where they go): every row of a
-    # segment moves by the difference.
+    # segments in the order by part (source), ``ends`` in the order by expert (destination).
+    # Every row of a segment moves by the difference of the two.
     ends = sizes.t().flatten().cumsum(0).view(-1, len(parts)).t().flatten()
     sizes = sizes.flatten()
     moves = (ends - sizes.cumsum(0)).repeat_interleave(sizes, output_size=num_rows)
-    places = torch.arange(num_rows, device=moves.device) + moves
-    grad, grad_sources = _merge_side(grads, grad_sources, places)
-    x, x_sources = _merge_side(xs, x_sources, places)
+    destinations = torch.arange(num_rows, device=moves.device) + moves
+    grad, grad_sources = _merge_side(grads, grad_sources, destinations)
+    x, x_sources = _merge_side(xs, x_sources, destinations)
     offsets = bounds[:, :-1].sum(0, dtype=torch.int32)
     return Factors(grad, x, offsets, grad_sources, x_sources)
 
 
 def _merge_side(
-    parts: tuple[Tensor, ...], sources: tuple[Tensor | None, ...], places: Tensor
+    parts: tuple[Tensor, ...], sources: tuple[Tensor | None, ...], destinations: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy rows to their places; of a gathered side concatenate rows, and permute numbers."""
-    numbers = [own for own in sources if own is not None]
-    if not numbers:
-        rows = parts[0].new_empty(len(places), parts[0].shape[1])
-        for part, at in zip(parts, places.split([len(part) for part in parts]), strict=True):
-            put_rows(rows, part, at)
+    """Return one factor's merged rows, and their sources if the factor is gathered.
+
+    Rows are copied to their destinations; of a gathered factor rows are concatenated, and only
+    their sources are permuted.
+    """
+    part_sources = [numbers for numbers in sources if numbers is not None]
+    if not part_sources:
+        rows = parts[0].new_empty(len(destinations), parts[0].shape[1])
+        part_destinations = destinations.split([len(part) for part in parts])
+        for part, row_ids in zip(parts, part_destinations, strict=True):
+            put_rows(rows, part, row_ids)
         return rows, None
+    # Sources count from the first row of their part: add that row's number.
     begins = accumulate((len(part) for part in parts), initial=0)
-    moved = torch.cat([own + begin for own, begin in zip(numbers, begins, strict=False)])
-    return torch.cat(parts), torch.empty_like(moved).index_copy_(0, places, moved)
+    merged = torch.cat(
+        [numbers + begin for numbers, begin in zip(part_sources, begins, strict=False)]
+    )
+    return torch.cat(parts), torch.empty_like(merged).index_copy_(0, destinations, merged)
 
 
 def _add_weight_gradient(main: Tensor, factors: Factors, *, overwrite: bool) -> None:
@@ -171,13 +180,13 @@ def add_weight_gradient_plain(
 def rows_by_expert(
     x: Float[Tensor, "R K"], offsets: Int[Tensor, " e1"]
 ) -> tuple[Float[Tensor, "_ K"], ...]:
-    """Return the rows of each expert, and the rows of none; the host waits."""
+    """Return the rows of each expert, then the rows of no expert; the host waits."""
     sizes = offsets.diff().tolist()
     return x.split([*sizes, x.shape[0] - sum(sizes)])
 
 
 def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
-    """Return whether torch's grouped GEMM takes these tensors, eager and compiled alike.
+    """Return whether torch's grouped GEMM supports these tensors, eager and compiled.
 
     On torch 2.11: bfloat16 with rows of a multiple of 16 bytes; on CUDA from compute
     capability 8.0.

@@ -1,9 +1,10 @@
 """Dispatch and combine by DeepEP's kernels, an optional library.
 
-A token is sent to each rank once, however many of its experts are there, and one sum comes back
-from that rank. The backward of dispatch is combine, and that of combine dispatch. The interface
-is that of DeepEP's first version, whose class is ``Buffer``. Tests compare a stand-in with that
-interface with one rank, and DeepEP's kernels with an all-to-all if ``deep_ep`` is installed.
+A token is sent to a rank once, even if several of its experts are there, and that rank returns
+one sum. The backward of dispatch is combine, and the backward of combine is dispatch. The
+interface is that of DeepEP's first version, whose class is ``Buffer``. Tests run a stand-in of
+``Buffer`` and compare it with one rank; if ``deep_ep`` is installed, its kernels are compared
+with an all-to-all.
 
 Reference:
     DeepSeek-AI 2024, DeepSeek-V3, 3.2.2. arXiv:2412.19437.
@@ -25,7 +26,7 @@ from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
 
 _WIDEST = 8176
-"""Columns of a token: half of its bytes and a barrier fill a warp's 8 KiB of shared memory."""
+"""Largest width: half of a token's bytes and a barrier fill a warp's 8 KiB of shared memory."""
 _RANKS_OF_A_NODE = 8
 """Groups of more ranks exchange over RDMA."""
 
@@ -39,13 +40,13 @@ class DeepEPDispatcher(Dispatcher):
         ep: Axis,
         make_buffer: Callable[[Axis, Tensor], Any] | None = None,
     ) -> None:
-        """Keep the config and the axis; no communication.
+        """Check that the library supports the ranks, and store the arguments; no communication.
 
         Args:
             config: of the layer.
             ep: ranks that share the experts.
-            make_buffer: returns DeepEP's buffer for the tokens of a call; None: one for all
-                layers of a group and a width.
+            make_buffer: returns DeepEP's buffer for the tokens of a call; None: layers with
+                equal group and width share a buffer.
 
         Raises:
             ValueError: if the library cannot be imported, or has no kernels for so many ranks.
@@ -74,15 +75,15 @@ class DeepEPDispatcher(Dispatcher):
         buffer = self.make_buffer(self.ep, x)
         ids = routing.ids if routing.keep is None else routing.ids.where(routing.keep, -1)
         num_experts = self.config.num_experts
-        rows, probs, own, counts, handle = _Dispatch.apply(
+        rows, probs, local_ids, counts, handle = _Dispatch.apply(
             x, routing.probs.contiguous(), ids.contiguous(), buffer, num_experts
         )
-        keep = own >= 0  # -1: the choice of an expert of another rank
-        plan = plan_rows(own.where(keep, 0), num_experts // self.ep.size, keep)
+        keep = local_ids >= 0  # -1: the choice of an expert of another rank
+        plan = plan_rows(local_ids.where(keep, 0), num_experts // self.ep.size, keep)
         return Dispatched(rows, probs, trimmed(plan, sum(counts)), (buffer, handle))
 
     def combine(self, y: Float[Tensor, "M D"], handle: tuple[Any, Any]) -> Float[Tensor, "T D"]:
-        """Return sums over ``ep``, and sum them by token."""
+        """Send the experts' sums to the tokens' ranks over ``ep``, and sum them by token."""
         return _Combine.apply(y, *handle)
 
 
@@ -92,7 +93,7 @@ class _Dispatch(OnceDifferentiable):
         ctx: Any, x: Tensor, probs: Tensor, ids: Tensor, buffer: Any, num_experts: int
     ) -> Any:
         by_rank, by_node, by_expert, is_sent, _ = buffer.get_dispatch_layout(ids, num_experts)
-        rows, own, weights, counts, handle, _ = buffer.dispatch(
+        rows, local_ids, weights, counts, handle, _ = buffer.dispatch(
             x.contiguous(),
             topk_idx=ids,
             topk_weights=probs,
@@ -102,8 +103,8 @@ class _Dispatch(OnceDifferentiable):
             num_tokens_per_expert=by_expert,
         )
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.mark_non_differentiable(own)
-        return rows, weights, own, counts, handle
+        ctx.mark_non_differentiable(local_ids)
+        return rows, weights, local_ids, counts, handle
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: Any) -> Any:
@@ -139,14 +140,14 @@ def _library() -> Any:
 def _shared_buffer(ep: Axis, x: Tensor) -> Any:
     if x.dtype != torch.bfloat16 or not x.is_cuda:
         raise TypeError(
-            "--moe-token-dispatcher-type deepep sends bfloat16 tokens of a GPU, and these are "
+            "--moe-token-dispatcher-type deepep requires bfloat16 tokens on a GPU, not "
             f"{x.dtype} on {x.device.type}: use --bf16, or alltoall."
         )
     width = x.shape[1]
     if width % 16 or width > _WIDEST:  # the kernels would end the process
         raise ValueError(
-            "--moe-token-dispatcher-type deepep sends tokens of a multiple of 16 elements and "
-            f"{_WIDEST} at most, and these have {width}: use alltoall."
+            "--moe-token-dispatcher-type deepep requires a width that is a multiple of 16 and "
+            f"at most {_WIDEST}, not {width}: use alltoall."
         )
     return _buffer(ep.group, x.shape[1] * x.element_size())
 
@@ -157,6 +158,6 @@ def _buffer(group: Any, row_bytes: int) -> Any:
     configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
     nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
     rdma = 0
-    if size > _RANKS_OF_A_NODE:  # a library built without NVSHMEM gives no hint
+    if size > _RANKS_OF_A_NODE:  # a library built without NVSHMEM has no hint
         rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
     return kind(group, nvlink, rdma)

@@ -1,4 +1,4 @@
-"""Rows cast to e4m3, each by its largest magnitude: Triton kernel and reference."""
+"""Cast of rows to e4m3, each scaled by its largest magnitude: Triton kernel and reference."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, no_type_check
@@ -21,19 +21,17 @@ class Fp8Rows(NamedTuple):
     """Rows in fp8."""
 
     numbers: Shaped[Tensor, "*R D"]
-    """e4m3."""
+    """Numbers in e4m3, before multiplication by the scale of their row."""
     scales: Float[Tensor, "*R 1"]
-    """Multiply the numbers; float32, float64 for float64 rows."""
+    """Scale of each row; float32, or float64 for float64 rows."""
 
     def wide(self) -> Float[Tensor, "*R D"]:
         """Return the rows dequantized, in the dtype of the scales."""
         return self.numbers.to(self.scales.dtype) * self.scales
 
     def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
-        """Copy rows by index; a row is a multiple of 8 bytes.
-
-        index_select has no kernel for fp8, and moves int64 words faster than bytes.
-        """
+        """Return the rows at ``index``; a row must be a multiple of 8 bytes."""
+        # index_select has no kernel for fp8, and moves int64 words faster than bytes.
         words = self.numbers.view(torch.int64).index_select(0, index)
         return Fp8Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
 
@@ -41,8 +39,8 @@ class Fp8Rows(NamedTuple):
 @triton.jit
 @no_type_check
 def _factors(top):
-    # The factor of a row and its inverse; NaN for a row with infinity. Tiny rows are scaled as
-    # if their largest number were _SMALLEST, so that the factor stays finite.
+    # The factor of a row and its inverse; NaN for a row with infinity. Rows of tiny numbers are
+    # scaled as if their largest number were _SMALLEST, so that the factor stays finite.
     top = tl.maximum(top, _SMALLEST)
     is_finite = top < float("inf")
     largest = tl.zeros_like(top) + _LARGEST
@@ -82,9 +80,9 @@ def _samples(device: torch.device) -> Iterator[Sample]:
     samples=_samples,
 )
 def cast_rows(x: Float[Tensor, "*R D"]) -> Fp8Rows:
-    """Cast rows to e4m3 by their largest magnitudes.
+    """Return rows cast to e4m3, each scaled by its largest magnitude.
 
-    NaN stays NaN, and a row with infinity becomes NaN.
+    NaN remains NaN, and a row with infinity becomes NaN.
 
     Args:
         x: up to 65 536 columns.

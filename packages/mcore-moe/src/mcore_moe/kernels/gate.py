@@ -1,8 +1,8 @@
-"""Between the two GEMMs of a gated layer, activation(gate) * up: Triton kernels and references.
+"""``activation(gate) * up`` between the GEMMs of a gated layer: Triton kernels and references.
 
-Experts also multiply by a weight for each row. Forward and backward read and write the rows
-once, at the limit of memory bandwidth; plain torch makes six passes. The gradient of a row's
-weight is a sum over the row by one program in fixed order: the same bits in every run.
+Experts also multiply each row by its weight. Forward and backward read and write the rows
+once, at the limit of memory bandwidth; plain torch makes six passes. One program sums the
+gradient of a row's weight in a fixed order, so every run gives the same bits.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from mcore_parallel.optional_kernels import (
 )
 
 KINDS = {"silu": 0, "gelu_tanh": 1}
-"""Activations that the kernels compute, and their numbers there."""
+"""Activations that the kernels support, and their numbers in the kernels."""
 _WIDEST = 1024  # columns of one program
 _MOST_ROWS = 1024  # programs in the grid's first dimension if only the device has ``end``
 
@@ -31,7 +31,7 @@ _MOST_ROWS = 1024  # programs in the grid's first dimension if only the device h
 @triton.jit
 @no_type_check
 def activate(gate, KIND: tl.constexpr):
-    """Return the activation and its slope."""
+    """Return the activation of a gate and the activation's derivative."""
     if KIND == 0:
         # silu(g) = g * sigmoid(g)
         sigmoid = tl.sigmoid(gate)
@@ -58,13 +58,13 @@ def _forward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # With weights the number of rows is on the device alone: a fixed number of programs loops
-    # over the rows up to ``end``.
+    # With weights the host does not have the number of rows: a fixed number of programs loops
+    # over the rows up to ``end``, which is on the device.
     stop = tl.load(end) if WEIGHTED else tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    for place in range(tl.program_id(0), stop, tl.num_programs(0)):
-        row = tl.cast(place, tl.int64)
+    for number in range(tl.program_id(0), stop, tl.num_programs(0)):
+        row = tl.cast(number, tl.int64)
         gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
         up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
         active, _ = activate(gate, KIND)
@@ -89,8 +89,8 @@ def _backward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: ``span`` columns of a row; with weights the whole row, whose sum is the
-    # gradient of the weight.
+    # One program: ``span`` columns of a row; with weights the complete row, over which the
+    # weight's gradient is summed.
     row = tl.program_id(0).to(tl.int64)
     if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
         if row >= tl.load(end):
@@ -169,7 +169,7 @@ class _Gated(OnceDifferentiable):
 
 
 def _block(width: int) -> tuple[int, int]:
-    """Return the columns of one program, and its warps: a thread loads 16 bytes at once."""
+    """Return the columns and the warps of one program; a thread loads 16 bytes at once."""
     block = min(_WIDEST, 1 << (width - 1).bit_length())
     return block, max(1, block // 256)
 
@@ -223,13 +223,13 @@ def gated(
     clamp: float = 0.0,  # noqa: ARG001 - the reference bounds
     offset: float = 0.0,  # noqa: ARG001 - the reference adds
 ) -> Float[Tensor, "*B F"]:
-    """Activate the first half of the channels and multiply it with the second.
+    """Return the activated first half of the channels times the second half.
 
     Args:
         x: gate and up-projection; the kernel computes in float32.
         activation: a key of ``ACTIVATIONS``; kernels compute those of ``KINDS``.
         clamp: bounds gates from above and up-projections on both sides; 0: no bound.
-        offset: added to up-projections. Plain torch computes clamp and offset.
+        offset: added to up-projections. Only the reference supports clamp and offset.
 
     Reference:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202. Clamp and offset are
@@ -252,7 +252,7 @@ def weighted_gated(
     clamp: float = 0.0,  # noqa: ARG001 - the reference bounds
     offset: float = 0.0,  # noqa: ARG001 - the reference adds
 ) -> Float[Tensor, "R F"]:
-    """Return ``gated`` times a weight for each row.
+    """Return ``gated`` times the weight of each row.
 
     Args:
         x: gate and up-projection of each row.

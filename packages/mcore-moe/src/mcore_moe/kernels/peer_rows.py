@@ -34,23 +34,23 @@ def _pull_rows(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Rows are sorted by expert and then by source rank: in that order all ranks would read from
-    # one rank at a time, at the speed of its links. So the rows are cut into LANES ranges of
-    # per_lane rows, and consecutive work items take rows of consecutive ranges.
+    # Rows are sorted by expert, then by source rank: in that order all ranks would read from
+    # one rank at a time, at the speed of its links. So the rows are divided into LANES ranges
+    # of per_lane rows, and consecutive work items read rows of consecutive ranges.
     num_rows = tl.load(offsets + num_experts)
     per_lane, num_parts = (num_rows + LANES - 1) // LANES, (width + BLOCK - 1) // BLOCK
     for work in range(tl.program_id(0), LANES * per_lane * num_parts, tl.num_programs(0)):
-        place, part = work // num_parts, work % num_parts
-        row = (place % LANES * per_lane + place // LANES).to(tl.int64)
+        item, part = work // num_parts, work % num_parts
+        row = (item % LANES * per_lane + item // LANES).to(tl.int64)
         column = part * BLOCK + tl.arange(0, BLOCK)
         is_row = row < num_rows
         inside = is_row & (column < width)
-        # A choice is numbered over all ranks: its token // num_tokens is the rank that has it.
+        # Choices are numbered over all ranks: token // num_tokens is the rank of the token.
         choice = tl.load(sources + row, mask=is_row, other=0).to(tl.int64)
         token = choice // TOPK
         base = tl.load(table + token // num_tokens)
-        at = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
-        tl.store(rows + row * width + column, tl.load(at, mask=inside), mask=inside)
+        source = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
+        tl.store(rows + row * width + column, tl.load(source, mask=inside), mask=inside)
         if HAS_PROBS:  # one weight a row, by the program of its first channels
             weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
             is_first = is_row & (part == 0)
@@ -84,13 +84,13 @@ def _sum_rows(
         owner = tl.load(owners + token * TOPK + j)
         row = tl.load(places + token * TOPK + j).to(tl.int64)
         # A choice without an expert, or a row outside of this part, adds zero.
-        found = (owner < num_ranks) & (row >= 0) & (row < num_rows)
-        base = tl.load(table + owner, mask=found, other=0)
-        place = tl.multiple_of(base, 16).to(out.dtype) + row * width + column
-        total += tl.load(place, mask=inside & found, other=0.0).to(TOTAL)
+        has_row = (owner < num_ranks) & (row >= 0) & (row < num_rows)
+        base = tl.load(table + owner, mask=has_row, other=0)
+        source = tl.multiple_of(base, 16).to(out.dtype) + row * width + column
+        total += tl.load(source, mask=inside & has_row, other=0.0).to(TOTAL)
         if HAS_PROBS and part == 0:
             weight = (base + probs_offset).to(probs.dtype) + row
-            tl.store(probs + token * TOPK + j, tl.load(weight, mask=found, other=0.0))
+            tl.store(probs + token * TOPK + j, tl.load(weight, mask=has_row, other=0.0))
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -101,8 +101,8 @@ def _lay_rows(x, out, offsets, num_experts, width, BLOCK: tl.constexpr):
     size = tl.load(offsets + num_experts).to(tl.int64) * width
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, size, tl.num_programs(0) * BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        tl.store(out + place, tl.load(x + place, mask=place < size), mask=place < size)
+        index = begin + tl.arange(0, BLOCK)
+        tl.store(out + index, tl.load(x + index, mask=index < size), mask=index < size)
 
 
 def pull_rows(
@@ -119,7 +119,7 @@ def pull_rows(
     Args:
         table: address of each rank's tokens.
         sources: choice of each row, over the tokens of all ranks.
-        offsets: begin of each expert's rows, and the end of the last.
+        offsets: first row of each expert, and the end of the last expert's rows.
         rows: output; rows after that end are not written.
         probs: output: weight of each row; None: no weights.
         probs_offset: bytes from a rank's tokens to their weights.
@@ -149,12 +149,12 @@ def pull_rows(
 def lay_rows(
     out: Float[Tensor, "R D"], x: Float[Tensor, "R D"], offsets: Int[Tensor, " e1"]
 ) -> None:
-    """Copy the rows of experts; later rows are not copied.
+    """Copy the rows of experts to ``out``; later rows are not copied.
 
     Args:
         out: output.
         x: the rows.
-        offsets: begin of each expert's rows, and the end of the last.
+        offsets: first row of each expert, and the end of the last expert's rows.
     """
     if x.numel():
         _lay_rows[_loops(x)](x, out, offsets, offsets.numel() - 1, x.shape[1], _WIDTH)
@@ -169,7 +169,7 @@ def sum_rows(
     probs_offset: int,
     num_rows: int,
 ) -> None:
-    """Sum the rows of each token in float32, in the order of its choices.
+    """Write each token's sum of rows to ``out``, added in float32 in the order of choices.
 
     Args:
         table: address of each rank's rows.

@@ -1,9 +1,9 @@
 """quack's grouped GEMMs, which gather their rows and add to main gradients.
 
-Optional (``pip install "mcore-moe[quack]"``, Hopper): layers use them if a trial succeeds, and
-torch's grouped GEMM otherwise. A GEMM that gathers needs no copy of the tokens in expert order.
-The tiles were the fastest on an H200: for narrow experts, whose rows are gathered, for wide
-experts, whose rows are sorted, and for the gradients of weights.
+Optional (``pip install "mcore-moe[quack]"``, Hopper): layers use these GEMMs if a trial
+succeeds, and torch's grouped GEMM otherwise. A GEMM that gathers needs no copy of the tokens in
+expert order. The tiles were the fastest on an H200: for narrow experts, whose rows are
+gathered, for wide experts, whose rows are sorted, and for weight gradients.
 """
 
 import warnings
@@ -48,12 +48,12 @@ def multiply(
     offsets: Int[Tensor, " e1"],
     sources: Int[Tensor, " R"] | None = None,
 ) -> Float[Tensor, "R N"]:
-    """Multiply each expert's rows with its weight.
+    """Return the products of each expert's rows with its weight.
 
     Args:
-        x: rows sorted by expert; or in any order, with ``sources``.
+        x: rows sorted by expert; with ``sources`` in any order.
         weight: of all experts, with a stride of 1 in one dimension.
-        offsets: where the rows of each begin, and the end of the last; int32.
+        offsets: first row of each expert, and the end of the last expert's rows; int32.
         sources: row of ``x`` for each row of the result; int32.
     """
     by_order = _ACROSS if sorts_faster(weight) else _PINGPONG
@@ -61,23 +61,23 @@ def multiply(
 
 
 def gathers_faster(weight: Tensor) -> bool:
-    """Whether gathering is faster than a copy and torch's GEMM: to 2048 rows of fc1 (H200)."""
+    """Return whether gathering beats a copy and torch's GEMM: up to 2048 rows of fc1 (H200)."""
     return weight.shape[1] <= _WIDEST_GATHERED
 
 
 def sorts_faster(weight: Tensor) -> bool:
-    """Whether GEMMs of sorted rows are faster than torch's: 2048 x 4096 to 28672 x 4096."""
+    """Return whether GEMMs of sorted rows beat torch's: both widths 2048 or more (H200)."""
     return min(weight.shape[1:]) >= _NARROWEST_SORTED
 
 
 def usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether these GEMMs can be used; the first call compiles and tries them."""
+    """Return whether these GEMMs support the tensors; the first call compiles a trial."""
     return multiply_by_tile.takes(x, weight) and works(add_weight_gradient, x.device)
 
 
 @cache
 def fits(device: torch.device) -> bool:
-    """Whether the package is installed and the device is a Hopper GPU."""
+    """Return whether the package is installed and the device is a Hopper GPU."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and bool(package_versions(["quack-kernels"]))
 
@@ -193,7 +193,7 @@ def multiply_by_tile(
     sources: Int[Tensor, " R"] | None,
     tile: _Tile,
 ) -> Float[Tensor, "R N"]:
-    """Compute ``multiply`` with a choice of tiles."""
+    """Return the result of ``multiply``, computed with a given tile."""
     num_rows = x.shape[0] if sources is None else sources.shape[0]
     out = x.new_empty(num_rows, weight.shape[2])
     _run(tile)(x, weight, out, cu_seqlens_m=offsets, A_idx=sources)
@@ -221,15 +221,15 @@ def add_weight_gradient(
 
     Args:
         out: of any dtype.
-        grad: gradient of the rows' results.
+        grad: gradient of the results of the rows.
         x: the rows.
-        offsets: where the rows of each expert begin, and the end of the last; int32.
-        grad_sources: row of ``grad`` for each row, if ``grad`` is gathered.
-        x_sources: row of ``x`` for each row, if ``x`` is gathered; at most one of the two.
-        overwrite: replace ``out``.
+        offsets: first row of each expert, and the end of the last expert's rows; int32.
+        grad_sources: index in ``grad`` of each row, if ``grad`` is gathered.
+        x_sources: index in ``x`` of each row, if ``x`` is gathered; not with ``grad_sources``.
+        overwrite: replace ``out`` instead of adding.
     """
     a, b = grad, x
-    if x_sources is not None:  # quack gathers its first factor: compute the transpose
+    if x_sources is not None:  # quack gathers only its first factor: compute the transpose
         a, b, out = x, grad, out.mT
     sources = grad_sources if x_sources is None else x_sources
     run = _run(_PINGPONG if sources is None else _WIDE)

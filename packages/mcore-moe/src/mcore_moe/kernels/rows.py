@@ -1,8 +1,9 @@
-"""Rows sorted by expert, planned, copied and summed: Triton kernels and references.
+"""Plans, copies and sums of rows sorted by expert: Triton kernels and references.
 
 The kernels' plan is a counting sort in two passes: each block of choices counts its experts, a
-running sum turns the counts into the first rows of each (expert, block), and each block assigns
-its choices the rows from there on. The order is that of a stable sort. The host does not wait.
+running sum turns the counts into the first row of each (expert, block), and each block assigns
+consecutive rows from there to its choices. The order is that of a stable sort. The host does
+not wait.
 """
 
 from collections.abc import Iterator
@@ -25,12 +26,12 @@ def _count_block(
 ):
     # counts[e, block]: choices of expert e in this block. Choices without an expert (number E
     # or more) fall into bins that are not stored.
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    chosen = tl.load(ids + at, mask=at < num_choices, other=num_experts).to(tl.int32)
-    found = tl.histogram(chosen, BINS)
+    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(ids + choice, mask=choice < num_choices, other=num_experts).to(tl.int32)
+    histogram = tl.histogram(chosen, BINS)
     bins = tl.arange(0, BINS)
-    place = counts + bins * tl.num_programs(0) + tl.program_id(0)
-    tl.store(place, found, mask=bins < num_experts)
+    address = counts + bins * tl.num_programs(0) + tl.program_id(0)
+    tl.store(address, histogram, mask=bins < num_experts)
 
 
 @triton.jit
@@ -52,9 +53,9 @@ def _place_block(
     # ends[e, block]: running sum of counts in that order, so the end of the rows of (e, block).
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_choices
-    chosen = tl.load(ids + at, mask=inside, other=num_experts).to(tl.int32)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    inside = choice < num_choices
+    chosen = tl.load(ids + choice, mask=inside, other=num_experts).to(tl.int32)
     kept = inside & (chosen < num_experts)
     cell = chosen * num_blocks + block
     lane = tl.arange(0, BLOCK)
@@ -63,13 +64,13 @@ def _place_block(
     row = tl.sum(same.to(tl.int32), 1)
     row += tl.load(ends + cell, mask=kept, other=0) - tl.load(counts + cell, mask=kept, other=0)
     if capacity > 0:
-        # Rows of expert e begin at e * capacity, not after the choices of the experts before.
+        # Rows of expert e begin at e * capacity, not after the choices of earlier experts.
         before = kept & (chosen > 0)
         row -= tl.load(ends + chosen * num_blocks - 1, mask=before, other=0)
         row += chosen * capacity
-    tl.store(choices + row, at, mask=kept)
-    # Dropped choices get the number of rows as slot, which readers treat as "no row".
-    tl.store(slots + at, tl.where(kept, row, num_rows), mask=inside)
+    tl.store(choices + row, choice, mask=kept)
+    # The slot of a dropped choice is the number of rows, which means "no row".
+    tl.store(slots + choice, tl.where(kept, row, num_rows), mask=inside)
     if block == 0:
         bins = tl.arange(0, BINS)
         real = bins < num_experts
@@ -81,7 +82,7 @@ def _place_block(
 
 
 def expert_offsets(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
-    """Return the begin of each expert's rows and the end of the last, as int32."""
+    """Return the first row of each expert and the end of the last expert's rows, int32."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -120,15 +121,16 @@ def _filled(
     """Plan rows with exactly ``capacity`` for each expert; dropped choices get no row."""
     num_choices, num_experts = flat.numel(), counts.numel()
     num_rows = num_experts * capacity
-    # ``order`` lists the choices by expert, dropped ones (expert number E) last. A choice's
-    # place among its expert's choices is its position in ``order`` minus the expert's start.
+    # ``order`` lists the choices by expert, dropped choices (expert number E) last. The index
+    # of a choice among its expert's choices is its position in ``order`` minus the expert's
+    # start.
     starts = counts.cumsum(0) - counts
     experts = flat[order]
     kept = experts < num_experts
     padded_starts = torch.nn.functional.pad(starts, (0, 1))
-    places = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
+    indices = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
     # Dropped choices all write to an extra row at the end, which is cut off below.
-    rows = (experts * capacity + places).where(kept, num_rows)
+    rows = (experts * capacity + indices).where(kept, num_rows)
     choices = torch.full((num_rows + 1,), num_choices, device=flat.device)
     choices[rows] = order
     slots = torch.empty_like(flat)
@@ -152,20 +154,20 @@ def _plan_samples(device: torch.device) -> Iterator[Sample]:
 def plan_choices(
     ids: Int[Tensor, "T k"], num_experts: int, capacity: int = 0, *, has_all: bool = False
 ) -> tuple[Int[Tensor, " R"], Int[Tensor, "T k"], Int[Tensor, " E1"]]:
-    """Give each choice a row, rows sorted by expert and then by choice.
+    """Return the plan of rows for choices: one row each, sorted by expert, then by choice.
 
     Args:
         ids: chosen experts; E: the choice gets no row.
         num_experts: E.
-        capacity: rows of every expert, at least as many as chose it; 0: as many as chose it.
+        capacity: rows of every expert, not less than its choices; 0: one row for each choice.
         has_all: whether every choice has an expert.
 
     Returns:
-        The choice of each row, the row of each choice, and the begin of each expert's rows with
-        the end of the last. There are R = E*capacity rows; without a capacity the reference
-        gives one to each choice that has an expert, and the kernel R = T*k, of which the last
-        belong to no expert if choices have none. A row without a choice has choice T*k, a
-        choice without a row has row R.
+        The choice of each row, the row of each choice, and the first row of each expert with
+        the end of the last expert's rows. With a capacity there are R = E*capacity rows.
+        Without, the reference has a row for each choice that has an expert; the kernel has
+        R = T*k rows, of which the last belong to no expert if choices have none. A row without
+        a choice has choice T*k, a choice without a row has row R.
     """
     num_choices = ids.numel()
     num_blocks = max(1, -(-num_choices // _CHOICES))
@@ -280,13 +282,13 @@ def copy_to_rows(
     slots: Int[Tensor, "T k"],
     is_complete: bool,
 ) -> Float[Tensor, "R D"]:
-    """Copy each token to its rows; the kernel reads a token once.
+    """Return rows, each a copy of its token; the kernel reads a token once.
 
     Args:
         x: tokens.
-        choices: choice of each row, of which k are a token's; T*k: none.
+        choices: choice of each row; each token has k choices. T*k: no choice.
         slots: rows of each token; R: no row.
-        is_complete: whether every row has a token; else rows without one are zero.
+        is_complete: whether every row has a token; False: rows without a token are zero.
     """
     new = x.new_empty if is_complete else x.new_zeros
     rows = new(choices.numel(), x.shape[1])
@@ -302,7 +304,7 @@ def sum_rows(
     slots: Int[Tensor, "T k"],
     is_complete: bool = False,  # noqa: ARG001 - spares the reference a copy
 ) -> Float[Tensor, "T D"]:
-    """Sum the rows of each token in float32, in the order of its choices.
+    """Return each token's sum of rows, in float32 and in the order of its choices.
 
     Args:
         rows: R may be 0.
@@ -329,12 +331,12 @@ def sum_rows(
 def put_rows(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    """Write each row of ``x`` to the row of ``rows`` that ``places`` names; no row twice."""
+    """Write row i of ``x`` to row ``places[i]`` of ``rows``; no place may occur twice."""
     _copy_into(rows, x, places.unsqueeze(1))
 
 
 def _copy_into(rows: Tensor, x: Tensor, slots: Tensor) -> None:
-    """Copy tokens to their rows of ``rows``, which is contiguous; slot R or more: no row."""
+    """Copy tokens to their rows of contiguous ``rows``; slot R or more: no row."""
     if slots.numel() and x.shape[1]:
         _copy_rows[_grid(x)](
             x.contiguous(), slots, rows, rows.shape[0], x.shape[1], slots.shape[1], _WIDTH

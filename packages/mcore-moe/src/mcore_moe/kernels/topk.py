@@ -1,7 +1,7 @@
-"""The k best experts of each token: Triton kernel, which sorts nothing, and reference.
+"""The k best experts of each token: Triton kernel (k times the maximum) and reference (sort).
 
 The order is that of a stable descending sort: of equal scores the lower expert first, NaN
-before everything.
+before all numbers.
 """
 
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ def _top(
     score = tl.load(scores + token[:, None] * num_experts + lane, mask=real, other=0.0)
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0: one bit pattern for both
     bits = score.to(tl.int32, bitcast=True)
-    # Integers in the order of the floats: IEEE bits order positive numbers already; of negative
-    # ones all bits but the sign are flipped. NaN becomes the largest integer.
+    # Integers in the order of the floats: IEEE bits of positive numbers are in order; of
+    # negative numbers all bits but the sign are flipped. NaN becomes the largest integer.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, key).to(tl.int64)
     # The low 16 bits hold 65535 - expert: all keys differ, and of equal scores the lower expert
-    # has the larger key. Lanes without an expert get a key below all.
+    # has the larger key. Lanes without an expert get a key below all others.
     key = tl.where(lane < num_experts, key * 65536 + (65535 - lane), -(2**62))
     # k times the largest key, which is then removed.
     for j in tl.static_range(TOPK):

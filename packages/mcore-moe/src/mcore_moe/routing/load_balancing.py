@@ -1,10 +1,9 @@
 """Balancing the load of experts: losses and update rules as pure functions.
 
-The load-balancing losses share one form, E * sum_e f_e P_e: the share of choices that
-expert e got, times its mean score; 1.0 at perfect balance. They differ in the tokens over
-which f is counted. Every loss returns *this rank's share*: the sum over ``axis`` is the loss
-of the micro-batch, so gradients are summed, never averaged. No function changes its
-arguments.
+All load-balancing losses are E * sum_e f_e P_e, with f_e the share of choices that expert e
+got, and P_e its mean score; 1.0 at perfect balance. The losses differ in the tokens over which
+f is counted. Every loss returns *this rank's share*: the sum over ``axis`` is the loss of the
+micro-batch, so gradients are summed, not averaged. No function changes its arguments.
 """
 
 import torch
@@ -18,12 +17,12 @@ from mcore_parallel.mesh import SINGLE, Axis
 def count_choices(
     ids: Int[Tensor, "T k"], num_experts: int, mask: Bool[Tensor, " T"] | None = None
 ) -> Int[Tensor, " E"]:
-    """Count how many tokens chose each expert; int64 and exact, in any order of summation.
+    """Return the number of tokens that chose each expert, int64.
 
     Args:
         ids: chosen experts.
         num_experts: E.
-        mask: true for tokens that count; left out: all do.
+        mask: true for tokens that count; None: all tokens count.
     """
     ones = torch.ones_like(ids) if mask is None else mask[:, None].expand_as(ids).to(ids.dtype)
     counts = torch.zeros(num_experts, dtype=ids.dtype, device=ids.device)
@@ -33,15 +32,15 @@ def count_choices(
 def aux_loss(
     scores: Float[Tensor, "T E"], counts: Int[Tensor, " E"], topk: int, axis: Axis = SINGLE
 ) -> Float[Tensor, ""]:
-    """Load-balancing loss of one micro-batch; this rank's share of it.
+    """Return this rank's share of the load-balancing loss of one micro-batch.
 
-    All-reduces ``counts`` over ``axis``: an expert's share and the number of tokens are those
-    of the whole micro-batch.
+    All-reduces ``counts`` over ``axis``, so f_e and the number of tokens are those of the
+    complete micro-batch.
 
     Args:
         scores: over all experts, rows sum to 1 (or 0 for a token that does not count).
         counts: choices of this rank's tokens, before capacity dropping.
-        topk: choices a token.
+        topk: choices per token.
         axis: ranks that share the micro-batch (tp x cp).
 
     Returns:
@@ -63,9 +62,9 @@ def sequence_aux_loss(
     mask: Bool[Tensor, " T"] | None = None,
     axis: Axis = SINGLE,
 ) -> Float[Tensor, ""]:
-    """Load-balancing loss of each sequence, averaged over them; this rank's share of it.
+    """Return this rank's share of the load-balancing loss by sequence, averaged over sequences.
 
-    All-reduces counts over ``axis``. The loss does not depend on how a batch is cut into
+    All-reduces counts over ``axis``. The loss does not depend on how a batch is divided into
     micro-batches.
 
     Args:
@@ -81,8 +80,9 @@ def sequence_aux_loss(
     """
     num_experts, topk = scores.shape[1], ids.shape[1]
     shape = (num_sequences, num_experts)
-    cells = sequences[:, None] * num_experts + ids
-    counts = count_choices(cells, num_sequences * num_experts, mask).view(shape)
+    # Count pairs of sequence and expert by one index.
+    pairs = sequences[:, None] * num_experts + ids
+    counts = count_choices(pairs, num_sequences * num_experts, mask).view(shape)
     if mask is not None:
         scores = scores * mask[:, None]
     sums = scores.new_zeros(shape).index_add(0, sequences, scores)
@@ -97,16 +97,18 @@ def global_aux_loss(
     topk: int,
     axis: Axis = SINGLE,
 ) -> Float[Tensor, ""]:
-    """Load-balancing loss with counts over all data ranks and the step's micro-batches so far.
+    """Return this rank's share of the load-balancing loss over the step's batch so far.
+
+    f_e is counted over all data ranks and all micro-batches of the step so far.
 
     All-reduces ``counts`` over ``axis`` for the number of tokens of this micro-batch.
 
     Args:
         scores: over all experts, rows sum to 1.
         counts: choices of this rank's tokens in this micro-batch.
-        seen: choices of all ranks since the last step, including this micro-batch. The
-            denominator is the sum of ``seen``, so micro-batches may differ in size.
-        topk: choices a token.
+        seen: choices of all ranks since the last step, including this micro-batch. f_e is
+            divided by the sum of ``seen``, so micro-batches may differ in size.
+        topk: choices per token.
         axis: ranks that share the micro-batch (tp x cp).
 
     Reference:
@@ -135,7 +137,7 @@ def _balance(
 def z_loss(
     logits: Float[Tensor, "T E"], mask: Bool[Tensor, " T"] | None = None, axis: Axis = SINGLE
 ) -> Float[Tensor, ""]:
-    """Mean square of the log of the softmax denominator; this rank's share of it.
+    """Return this rank's share of the mean square of the log of the softmax denominator.
 
     All-reduces the number of tokens over ``axis``.
 
@@ -157,14 +159,14 @@ def z_loss(
 def updated_expert_bias(
     bias: Float[Tensor, "*L E"], counts: Int[Tensor, "*L E"], rate: float
 ) -> Float[Tensor, "*L E"]:
-    """Return the expert bias after a step: up for idle experts, down for busy ones.
+    """Return the expert bias after a step: increased below the mean load, decreased above.
 
     Counts are compared with their mean in integers, so the comparison is exact.
 
     Args:
         bias: added to the scores for the choice only.
         counts: choices of the whole step's tokens, all ranks.
-        rate: how far the bias moves; an expert exactly at the mean keeps its bias.
+        rate: amount of the change; an expert exactly at the mean keeps its bias.
 
     Reference:
         Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, algorithm 1. arXiv:2408.15664.
@@ -179,16 +181,16 @@ def sinkhorn(
     tolerance: float = 1e-4,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T E"]:
-    """Scale exp(logits) until tokens and experts have equal sums; no gradient.
+    """Return exp(logits), with rows and columns scaled to equal sums; no gradient.
 
-    All-reduces column sums over ``axis`` in every round; the host waits in every round for
-    the change of the factors.
+    All-reduces column sums over ``axis`` in every iteration, and the host waits for the change
+    of the factors.
 
     Args:
         logits: of the router.
         axis: ranks that share the micro-batch (tp x cp).
-        tolerance: mean change of the columns' factors below which the rounds end.
-        mask: true for tokens that count; left out: all do.
+        tolerance: the iteration ends when the columns' factors change by less on average.
+        mask: true for tokens that count; None: all tokens count.
 
     Returns:
         A matrix whose rows sum to 1/T for the T tokens that count, and to 0 for others; its

@@ -1,6 +1,6 @@
-"""The router: a module with the gate's weight, the expert bias and the counts of a step.
+"""``Router``: the module with the gate's weight, the expert bias and the counts of a step.
 
-Its computations are pure functions in ``topk`` and ``load_balancing``.
+The computations are pure functions in ``topk`` and ``load_balancing``.
 """
 
 from collections.abc import Callable
@@ -42,27 +42,27 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 RouterLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Called with tokens, weight and bias."""
+"""Returns logits from tokens, weight and bias."""
 
 
 class Router(nn.Module):
     """The gate of a mixture of experts: a linear map, top-k choice and balancing losses.
 
     Attributes:
-        weight: ``[E, D]``, the same on all tensor ranks; each routes its own tokens, so the
+        weight: ``[E, D]``, the same on all tensor ranks; each rank routes its own tokens, so
             gradients are partial sums over ``tp``.
         bias: ``[E]``, replicated like the weight; None without ``moe_router_bias``.
-        expert_bias: ``[E]`` float32 parameter without gradient, moved by ``finish_step``; None
-            without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
+        expert_bias: ``[E]`` parameter without gradient, updated by ``finish_step``; None
+            without ``moe_router_enable_expert_bias``. Stays float32 if the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
-        step_scored_counts: ``[E]`` int64 buffer: choices by the plain top-k of the scores,
-            for the global loss.
+        step_scored_counts: ``[E]`` int64 buffer: choices by the top-k of the scores (without
+            bias and groups), for the global loss.
         step_dropped: int64 buffer: choices of real tokens beyond their experts' capacity.
-        step_losses: ``[3]`` float64 buffer, sums over this rank's forward passes: its share of
-            the load-balancing loss and of the z-loss, without coefficients, times the ranks
-            that share a micro-batch; and the number of passes.
-        tape: records choices, or replays recorded ones; see ``replay``.
-        linear: multiplies with the weight in place of torch, or None.
+        step_losses: ``[3]`` float64 buffer of sums over this rank's forward passes: this rank's
+            shares of load-balancing loss and z-loss (without coefficients) times the number of
+            ranks that share a micro-batch; and the number of passes.
+        tape: records choices, or replays recorded choices; see ``replay``.
+        linear: replacement of torch's linear for the logits, or None.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class Router(nn.Module):
         Args:
             hidden_size: D.
             config: options of routing and balance.
-            axes: ranks that hold the weight (``tp``; each routes other tokens), that share a
-                micro-batch (``cp_tp``) and a step's batch (``dp_cp_tp``).
-            streams: source of jitter, different on every rank; None: torch's default
-                generator, which the caller then seeds.
+            axes: ranks that hold the weight and route different tokens (``tp``), ranks that
+                share a micro-batch (``cp_tp``) and ranks that share a step's batch
+                (``dp_cp_tp``).
+            streams: random streams of the jitter; None: torch's default generator, which the
+                caller must seed differently on every rank.
             init_std: of the weight; 0 leaves zeros and draws nothing.
             device: of the weight.
             dtype: of the weight.
@@ -108,7 +109,7 @@ class Router(nn.Module):
         self.register_buffer("step_losses", sums, persistent=False)
         self.tape: RoutingTape | None = None
         self.linear: RouterLinear | None = None
-        # A parameter, so that checkpoints carry it like any other logical tensor.
+        # A parameter, so that checkpoints store the bias like any other logical tensor.
         self.expert_bias = (
             nn.Parameter(
                 torch.zeros(config.num_experts, dtype=torch.float32, device=device),
@@ -123,14 +124,14 @@ class Router(nn.Module):
         """Fill the weight with normal numbers of ``init_std``, biases and counts with zeros.
 
         Args:
-            seed: None draws one from torch's default CPU generator.
+            seed: None: drawn from torch's default CPU generator.
         """
         reset_weight_(self, std=self.init_std, seed=seed)
         for counts in self.buffers():
             counts.zero_()
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the parameters: whole on every tensor rank, with partial gradients."""
+        """Return the sharding: complete on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
         if self.bias is not None:
@@ -140,7 +141,7 @@ class Router(nn.Module):
         return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # bf16 would round a step of the bias to nothing: move it between devices, never cast.
+        # In bf16 a bias would not change by small updates: move it to devices, never cast it.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
         self.step_losses = self.step_losses.double()
@@ -156,17 +157,16 @@ class Router(nn.Module):
         num_sequences: int = 1,
         mask: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Routing, Float[Tensor, ""]]:
-        """Choose experts and compute the balancing losses.
+        """Return the routing of tokens, and this rank's share of the balancing losses.
 
         In training, all-reduces counts over ``cp_tp`` (and ``dp_cp_tp`` for the global loss)
         if a loss needs them.
 
         Args:
             x: this rank's tokens; T may be 0.
-            sequences: sequence of each token, for the loss by sequence; left out: all tokens
-                are of one sequence.
-            num_sequences: in the micro-batch.
-            mask: true for real tokens; padding gets no expert and is in no statistic.
+            sequences: sequence of each token, for the loss by sequence; None: one sequence.
+            num_sequences: sequences in the micro-batch.
+            mask: true for real tokens; padding gets no expert and does not count.
 
         Returns:
             The routing, and this rank's share of all losses times their coefficients.
@@ -178,23 +178,23 @@ class Router(nn.Module):
         self, x: Tensor, sequences: Tensor | None, num_sequences: int, mask: Tensor | None
     ) -> tuple[Routing, Tensor]:
         logits = self._logits(x)
-        given = self._given_ids(x)
+        fixed_ids = self._given_ids(x)
         if self.config.moe_router_load_balancing_type == "sinkhorn":
-            routing = self._assign(logits, given, mask)
+            routing = self._assign(logits, fixed_ids, mask)
         else:
-            routing = route(logits, self.config, self.expert_bias, given)
+            routing = route(logits, self.config, self.expert_bias, fixed_ids)
         if self.tape is not None:
             self.tape.note(routing.ids, is_replayed())
         routing = limited(routing, self.config, mask)
         aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
         if self.training:
             self._count(routing, mask)
-            ids = routing.ids if given is None and self._chooses_plainly() else None
+            ids = routing.ids if fixed_ids is None and self._chooses_plainly() else None
             aux = aux + self._losses(logits, ids, sequences, num_sequences, mask)
         return routing, aux
 
     def _chooses_plainly(self) -> bool:
-        """Whether the chosen experts are those of the highest scores, in this order."""
+        """Return whether chosen experts are the top-k of the scores, in this order."""
         config = self.config
         sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
         return self.expert_bias is None and not config.moe_router_group_topk and not sinkhorn
@@ -202,7 +202,7 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if self.training and eps:
-            # Each rank routes different tokens: its noise comes from a stream of its own.
+            # Each rank routes different tokens, so each rank draws different noise.
             stream = self.streams.fork("tensor_parallel") if self.streams else nullcontext()
             with stream:
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
@@ -217,7 +217,7 @@ class Router(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def _given_ids(self, x: Tensor) -> Tensor | None:
-        """Return recorded or balanced experts in place of those by score, or None."""
+        """Return recorded or balanced choices, or None if scores choose the experts."""
         if self.tape is not None and self.tape.is_given:
             return self.tape.next_ids(x.shape[0], self.config.moe_router_topk, is_replayed())
         if self.config.moe_router_force_load_balancing:
@@ -261,11 +261,12 @@ class Router(nn.Module):
             self.step_losses[2].add_(1.0)
         return total
 
-    def _note_loss(self, place: int, share: Tensor) -> None:
-        """Add this rank's share of a loss to ``step_losses``."""
+    def _note_loss(self, index: int, share: Tensor) -> None:
+        """Add this rank's share of a loss to ``step_losses[index]``."""
         if not is_replayed():
-            # Ranks that share a micro-batch add a share each, and each counts the pass.
-            self.step_losses[place].add_(share.detach(), alpha=self.cp_tp.size)
+            # finish_step divides the sum over ranks by the sum of their passes, and every rank
+            # of cp_tp counts the pass: multiply the share by the number of these ranks.
+            self.step_losses[index].add_(share.detach(), alpha=self.cp_tp.size)
 
     def _balance_loss(
         self,
@@ -275,8 +276,8 @@ class Router(nn.Module):
         num_sequences: int,
         mask: Tensor | None,
     ) -> Tensor:
-        # Counts are by the plain top-k of the scores: the loss must see the imbalance that
-        # bias, groups and capacity correct.
+        # Count the top-k of the scores: the loss must measure the imbalance that bias, groups
+        # and capacity correct.
         topk, kind = self.config.moe_router_topk, self.config.moe_router_load_balancing_type
         scores = expert_scores(logits, self.config.moe_router_score_function)
         if self.config.moe_router_score_function != "softmax":
@@ -300,7 +301,7 @@ class Router(nn.Module):
         if is_replayed():
             raise ValueError(
                 "--moe-router-load-balancing-type global_aux_loss cannot be recomputed: the "
-                "counts of the step have moved on since the forward pass. Leave the router out "
+                "counts of the step have changed since the forward pass. Leave the router out "
                 "of recomputation, or use aux_loss or seq_aux_loss."
             )
         self.step_scored_counts += counts
@@ -313,10 +314,10 @@ def _is_narrow(x: Tensor) -> bool:
 
 
 class _WideLinear(OnceDifferentiable):
-    """A linear of bfloat16 factors with a float32 result; makes no float32 copies.
+    """A linear of bfloat16 factors with a float32 result, without float32 copies.
 
-    Forward adds exact products in float32, as the GEMM of float32 copies does. Backward splits
-    the float32 gradient into a sum of two bfloat16 numbers, which keep 16 of its bits.
+    Forward sums exact products in float32, as a GEMM of float32 copies does. Backward splits
+    the float32 gradient into a sum of two bfloat16 numbers, together 16 bits of precision.
     """
 
     @staticmethod
@@ -328,7 +329,7 @@ class _WideLinear(OnceDifferentiable):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         high = grad.to(x.dtype)
-        both = torch.cat([high, (grad - high).to(x.dtype)], 1)  # [T, 2E]
-        grad_weight = torch.mm(both.t(), x, out_dtype=torch.float32)
+        high_low = torch.cat([high, (grad - high).to(x.dtype)], 1)  # [T, 2E]
+        grad_weight = torch.mm(high_low.t(), x, out_dtype=torch.float32)
         grad_weight = grad_weight.view(2, *weight.shape).sum(0).to(weight.dtype)
-        return both @ weight.repeat(2, 1), grad_weight
+        return high_low @ weight.repeat(2, 1), grad_weight

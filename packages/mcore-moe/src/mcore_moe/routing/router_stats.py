@@ -1,7 +1,7 @@
 """Statistics of a model's routers, and their update at the end of a step.
 
-Routers count choices in every forward. Once a step, after backward, ``finish_step`` sums the
-counts of all routers in one all-reduce, moves the expert biases and clears the counts.
+Routers count choices in every forward pass. Once a step, after backward, ``finish_step`` sums
+the counts of all routers in one all-reduce, updates the expert biases and clears the counts.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ class RouterStats:
     """Counts and bias of one router in one step, over all ranks; on the model's device."""
 
     counts: Int[Tensor, " E"]
-    """Choices of real tokens, dropped ones included."""
+    """Choices of real tokens, including dropped choices."""
     num_dropped: Int[Tensor, ""]
     """Choices beyond their expert's capacity."""
     expert_bias: Float[Tensor, " E"] | None = None
     """Expert bias after its update; None without ``moe_router_enable_expert_bias``."""
     losses: Float[Tensor, " 2"] | None = None
-    """Load-balancing loss and z-loss, means over the step's micro-batches without
-    coefficients; 0 where the coefficient is. None: not known."""
+    """Load-balancing loss and z-loss, means over the step's micro-batches, not multiplied by
+    their coefficients; 0 for a loss whose coefficient is 0. None: unknown."""
 
     @property
     def imbalance(self) -> float:
-        """Rows of the busiest expert over the mean; 1.0 is perfect. Waits for the device."""
+        """Largest load of an expert over the mean; 1.0 is balanced. Waits for the device."""
         return float(summarize([self])[0, 0])
 
     @property
@@ -62,13 +62,13 @@ class RouterStats:
 def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
     """Return the numbers of ``SUMMARY`` for each router; does not wait for the device.
 
-    Loads are counts over their mean. The entropy of the experts' shares is 1 for equal shares
-    and 0 if one expert gets all choices. The range of the bias is its largest entry less its
-    smallest; 0 without a bias. Losses have no coefficients, and are 0 where they are not
+    Loads are counts divided by their mean. The entropy of the experts' shares is 1 for equal
+    shares and 0 if one expert gets all choices. The range of the bias is its largest minus its
+    smallest entry; 0 without a bias. Losses are not multiplied by their coefficients; 0 if not
     computed.
 
     Args:
-        stats: of one router or more, all with equally many experts.
+        stats: of one or more routers, all with equally many experts.
     """
     counts = torch.stack([router.counts for router in stats])
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -98,7 +98,7 @@ def routers(model: nn.Module) -> dict[str, Router]:
 def finish_step(
     model: nn.Module, axis: Axis = SINGLE, is_applied: Bool[Tensor, ""] | None = None
 ) -> dict[str, RouterStats]:
-    """Close a step for all routers: move expert biases in place, clear the counts.
+    """Update expert biases in place, clear the step's counts, and return the statistics.
 
     One all-reduce over ``axis``; all ranks of ``axis`` call this function once a step. Without
     routers there is no communication.
@@ -106,23 +106,23 @@ def finish_step(
     Args:
         model: a model or a part of it; pipeline stages may have different numbers of routers.
         axis: all ranks that share a step's batch (tp x cp x dp).
-        is_applied: where it is false, expert biases stay; None: they move.
+        is_applied: false: expert biases do not change, as in a skipped step; None: they do.
 
     Returns:
         Statistics of each router, by path, on the model's device.
     """
-    found = routers(model)
-    if not found:
+    model_routers = routers(model)
+    if not model_routers:
         return {}
-    # Counts are exact in float64, so that one all-reduce sums them and the losses.
+    # Counts are exact in float64, so that one all-reduce sums counts and losses.
     local = [
         torch.cat([r.step_counts.double(), r.step_dropped[None].double(), r.step_losses])
-        for r in found.values()
+        for r in model_routers.values()
     ]
     total = all_reduce(torch.stack(local), axis)  # [L, E + 4]
     stats = {}
     with torch.no_grad():
-        for (name, router), numbers in zip(found.items(), total, strict=True):
+        for (name, router), numbers in zip(model_routers.items(), total, strict=True):
             counts, num_dropped = numbers[:-4].long(), numbers[-4].long()
             *sums, num_passes = numbers[-3:]
             losses = torch.stack(sums) / num_passes.clamp(min=1)

@@ -19,21 +19,21 @@ from mcore_moe.kernels.topk import top_experts
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each token, best first, and the weights of their outputs."""
+    """Chosen experts of each token, best first, and the weights of their outputs."""
 
     ids: Int[Tensor, "T k"]
     probs: Float[Tensor, "T k"]
     keep: Bool[Tensor, "T k"] | None = None
-    """Choices that an expert computes; None: all. The others are dropped: they add nothing."""
+    """Choices that an expert computes; None: all. Dropped choices add nothing to the output."""
 
 
 def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Tensor, "T E"]:
-    """Return non-negative scores over all experts, in float32 or better.
+    """Return non-negative scores of all experts, float32 or wider.
 
     Args:
         logits: of the router.
         score_function: ``softmax`` or ``sparsemixer`` (rows sum to 1), ``sigmoid`` or
-            ``sqrtsoftplus`` (each expert on its own).
+            ``sqrtsoftplus`` (elementwise).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function in ("softmax", "sparsemixer"):
@@ -54,9 +54,9 @@ def route(
     Args:
         logits: of the router.
         config: score function, top-k, groups and scaling.
-        expert_bias: added to the scores for the choice (with softmax, to its shares of all
-            experts), never to the weights.
-        ids: experts chosen by other means; None: choose by score.
+        expert_bias: added to the scores for the choice only, not to the weights; with softmax
+            added to the softmax over all experts.
+        ids: chosen experts; None: choose by score.
 
     Reference:
         Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
@@ -100,10 +100,10 @@ def scaled(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k
 def balanced_ids(
     num_tokens: int, config: MoEConfig, device: torch.device
 ) -> Int[Tensor, "T k"]:
-    """Return choices that give every expert equally many tokens, without reading the tokens.
+    """Return choices that give every expert equally many tokens, independent of scores.
 
     Consecutive choices are ``balanced_stride`` experts apart, so that the experts of a token
-    are on at least as many ranks as random choices would be.
+    are on at least as many ranks as with random choices.
     """
     topk, num_experts = config.moe_router_topk, config.num_experts
     choices = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk)
@@ -113,33 +113,35 @@ def balanced_ids(
 def balanced_stride(num_experts: int) -> int:
     """Return the stride nearest to the golden section that visits all experts.
 
-    The stride is not 1 or -1, except with 2, 3, 4 or 6 experts, where no other visits all.
+    The stride is not 1 or -1, except with 2, 3, 4 or 6 experts, where no other stride visits
+    all experts.
     """
-    near = round(0.618 * num_experts)
-    around = (near + step * side for step in range(num_experts) for side in (1, -1))
-    others = (n for n in around if 1 < n < num_experts - 1 and gcd(n, num_experts) == 1)
-    return next(others, max(1, num_experts - 1))
+    golden = round(0.618 * num_experts)
+    by_distance = (golden + step * side for step in range(num_experts) for side in (1, -1))
+    strides = (n for n in by_distance if 1 < n < num_experts - 1 and gcd(n, num_experts) == 1)
+    return next(strides, max(1, num_experts - 1))
 
 
 def limited(
     routing: Routing, config: MoEConfig, mask: Bool[Tensor, " T"] | None = None
 ) -> Routing:
-    """Return the routing with ``keep``: choices of real tokens within each expert's capacity.
+    """Return the routing with ``keep`` set to choices of real tokens within the capacity.
 
-    Every rank limits its own tokens; no communication.
+    Every rank limits the choices of its own tokens; no communication.
 
     Args:
         routing: with all choices.
         config: capacity and drop policy.
-        mask: true for real tokens; left out: all tokens are real.
+        mask: true for real tokens; None: all tokens are real.
     """
     factor, ids = config.moe_expert_capacity_factor, routing.ids
     keep = None if mask is None else mask[:, None].expand_as(ids)
     if factor:
-        counted = ids if keep is None else ids.where(keep, config.num_experts)
+        # Padding counts for no expert.
+        real_ids = ids if keep is None else ids.where(keep, config.num_experts)
         capacity = expert_capacity(ids.shape[0], config.num_experts, ids.shape[1], factor)
         fits = within_capacity(
-            counted, routing.probs, config.num_experts, capacity, config.moe_token_drop_policy
+            real_ids, routing.probs, config.num_experts, capacity, config.moe_token_drop_policy
         )
         keep = fits if keep is None else fits & keep
     return replace(routing, keep=keep)
@@ -148,33 +150,33 @@ def limited(
 def _sparse_mixer_weights(
     scores: Float[Tensor, "T E"], ids: Int[Tensor, "T 2"], eps: float
 ) -> Float[Tensor, "T 2"]:
-    """Return the weights of the best expert, and of the best of the others.
+    """Return the weights of the best and of the second-best expert.
 
-    Each is a share of a softmax over the experts whose scores are near the best one's. Phi-3.5
-    also samples experts in training, for which there is no equivalent here.
+    Each weight is a share of a softmax over the candidates with scores near the best candidate;
+    the second softmax is without the best expert. Unlike Phi-3.5, training samples no experts.
 
     Reference:
         Liu et al. 2024, GRIN, arXiv:2409.12136, section 2.2 (SparseMixer-v2).
     """
     others = scores.scatter(1, ids[:, :1], float("-inf"))
     weights = []
-    for place, candidates in enumerate((scores, others)):
+    for rank, candidates in enumerate((scores, others)):
         best = candidates.detach().amax(-1, keepdim=True)
         difference = (best - scores.detach()) / scores.detach().abs().maximum(best)
         near = candidates.masked_fill(difference > 2 * eps, float("-inf"))
-        weights.append(near.softmax(-1).gather(1, ids[:, place : place + 1]))
+        weights.append(near.softmax(-1).gather(1, ids[:, rank : rank + 1]))
     return torch.cat(weights, 1)
 
 
 def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
-    topk, kept = config.moe_router_topk, config.moe_router_group_topk
-    if not kept:
+    topk, group_topk = config.moe_router_topk, config.moe_router_group_topk
+    if not group_topk:
         return top_experts(scores, topk)
-    # The score of a group is the sum over its best experts: by default over as many as each
-    # kept group contributes.
-    scored = config.moe_router_group_score_topk or topk // kept
+    # The score of a group is the sum over its best experts: by default as many as each chosen
+    # group contributes on average.
+    num_scored = config.moe_router_group_score_topk or topk // group_topk
     grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
-    worth = grouped.topk(scored, dim=-1).values.sum(-1)
-    allowed = torch.zeros_like(worth, dtype=torch.bool)
-    allowed = allowed.scatter(1, top_experts(worth, kept), True)
+    group_scores = grouped.topk(num_scored, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool)
+    allowed = allowed.scatter(1, top_experts(group_scores, group_topk), True)
     return top_experts(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1), topk)

@@ -36,7 +36,7 @@ class CausalConv(nn.Module):
         Args:
             outputs: logical tensors whose channels are stacked.
             width: kernel size in tokens, W.
-            bias: whether there is a bias.
+            bias: whether the convolution has a bias.
             axis: ranks that share the channels.
             device: of the parameters.
             dtype: of the parameters.
@@ -53,25 +53,27 @@ class CausalConv(nn.Module):
     def recent(
         self, x: Float[Tensor, "S B F"], before: Float[Tensor, "w B F"] | None
     ) -> Float[Tensor, "w B F"]:
-        """Return the last W - 1 inputs, which the next tokens are mixed with.
+        """Return the last W - 1 inputs, which the convolution of the next tokens reads.
 
         Args:
             x: the newest inputs.
-            before: the W - 1 inputs before them; None: zeros.
+            before: the W - 1 inputs before ``x``; None: zeros.
         """
-        kept = self.weight.shape[-1] - 1
+        num_inputs = self.weight.shape[-1] - 1
         if before is None:
-            before = x.new_zeros(kept, *x.shape[1:])
+            before = x.new_zeros(num_inputs, *x.shape[1:])
         return torch.cat([before, x])[x.shape[0] :]
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the local parameters, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the local parameters."""
         layouts = {"weight": self._layout("weight", (1, self.weight.shape[-1]))}
         if self.bias is not None:
             layouts["bias"] = self._layout("bias", ())
         return layouts
 
     def _layout(self, kind: str, rest: tuple[int, ...]) -> ParamLayout:
+        # Each output is a slice of the logical tensor: its size-th block in rank order, where
+        # neighbouring ranks with the same heads (replicas) have the same slice.
         parts, begin, zeros = [], 0, (0,) * len(rest)
         for output, size in zip(self.outputs, self.sizes, strict=True):
             parts.append(
@@ -93,7 +95,7 @@ class CausalConv(nn.Module):
 def document_starts(
     documents: Documents | None, device: torch.device
 ) -> Bool[Tensor, "S B"] | None:
-    """Mark the first token of every document; None if each row is one document."""
+    """Return a mask of the documents' first tokens; None if each row is one document."""
     if documents is None or documents.are_whole_rows:
         return None
     borders = documents.flat().cu_seqlens(device)[:-1].long()

@@ -1,9 +1,10 @@
-"""The gated delta net: a short convolution, then a state that keys and values correct.
+"""The gated delta net: a short convolution, then a recurrent state updated by the delta rule.
 
 One GEMM computes queries, keys, values and an output gate z, and two numbers for each value
 head: b, the share of a key's stored value that is replaced, and a, the decay of the state. Key
-heads, and with them their value heads, are split over the tensor ranks. Context ranks exchange
+heads and their value heads are split over the tensor ranks. Context ranks exchange
 heads for sequence before and after convolution and state.
+
 Reference:
     Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; the layer as in Qwen3-Next.
 """
@@ -62,7 +63,7 @@ class DeltaNet(nn.Module):
         heads = sizes.value_heads // ctx.tp.size
         self.dt_bias = nn.Parameter(torch.ones(heads, **factory_kwargs))
         self.A_log = nn.Parameter(torch.zeros(heads, **factory_kwargs))
-        # Each rank norms its own heads: their gradient is a share of the sum over ranks.
+        # Each rank norms its own heads, so its gradient of the weight is a part of a sum.
         self.norm = RMSNorm(
             config.linear_value_head_dim,
             epsilon=config.norm_epsilon,
@@ -75,14 +76,14 @@ class DeltaNet(nn.Module):
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
-        """Mix every token with all earlier ones of its document.
+        """Mix every token with all earlier tokens of its document.
 
-        Communicates as the two linears do, and over ``cp``: an all-to-all for each of q, k,
-        v, b and a, and one for the output.
+        Communicates in the two linears, and over ``cp``: an all-to-all for each of q, k, v, b
+        and a, and one for the output.
 
         Args:
             x: this rank's tokens.
-            inputs: their documents and state.
+            inputs: documents and state of the tokens.
         """
         sizes = self.in_proj.output_sizes
         mixed, z, b, a = self.in_proj(x).split((sum(sizes[:3]), *sizes[3:]), -1)
@@ -96,7 +97,7 @@ class DeltaNet(nn.Module):
         return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the vectors with one number a head, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the vectors with one number per head."""
         heads = (self.sizes.value_heads,)
         return {name: sliced("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
 
@@ -124,45 +125,53 @@ class DeltaNet(nn.Module):
         block: int = 0,
         blocks: int = 1,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-        """Run convolution and state over complete sequences, for one block of heads."""
+        """Run convolution and state over complete sequences; return outputs and last state.
 
-        def own(x: Tensor) -> Tensor:
+        ``mixed``, ``b`` and ``a`` hold the ``block``-th of ``blocks`` equal blocks of heads.
+        """
+
+        def local_block(x: Tensor) -> Tensor:
             return x.chunk(blocks)[block] if blocks > 1 else x
 
         parts = self.conv1d.weight.split(self.conv1d.sizes)
-        weight = torch.cat([own(part) for part in parts]) if blocks > 1 else self.conv1d.weight
-        found = conv_silu(mixed, weight, starts=starts, before=before)
-        q, k, v = found.split([size // blocks for size in self.conv1d.sizes], -1)
+        weight = (
+            torch.cat([local_block(part) for part in parts])
+            if blocks > 1
+            else self.conv1d.weight
+        )
+        convolved = conv_silu(mixed, weight, starts=starts, before=before)
+        q, k, v = convolved.split([size // blocks for size in self.conv1d.sizes], -1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         width = self.config.linear_key_head_dim
         q, k = (_unit(x.unflatten(-1, (-1, width)).to(wide)) for x in (q, k))
-        rate = F.softplus(a.to(wide) + own(self.dt_bias).to(wide))
+        # The state decays by exp(-exp(A_log) * softplus(a + dt_bias)) per token.
+        rate = F.softplus(a.to(wide) + local_block(self.dt_bias).to(wide))
         return gated_delta_rule(
             q * width**-0.5,
             k,
             v.unflatten(-1, (-1, self.config.linear_value_head_dim)),
-            -own(self.A_log).to(wide).exp() * rate,
+            -local_block(self.A_log).to(wide).exp() * rate,
             b.to(wide).sigmoid(),
             starts=starts,
             state=state,
         )
 
-    def _continued(self, mixed: Tensor, b: Tensor, a: Tensor, remembered: object) -> Tensor:
+    def _continued(self, mixed: Tensor, b: Tensor, a: Tensor, layer_state: object) -> Tensor:
         """Continue from the stored inputs of the convolution and state; store the new ones."""
-        if not isinstance(remembered, RecurrentState):
+        if not isinstance(layer_state, RecurrentState):
             raise TypeError(
-                f"{type(remembered).__name__} holds no recurrent state, which layer "
-                f"{self.layer} (gated delta net) needs: give it run, see RecurrentState."
+                f"layer {self.layer} (gated delta net) needs a recurrent state, but its state "
+                f"is a {type(layer_state).__name__}: implement RecurrentState.run."
             )
 
         def mix(
-            known: tuple[Tensor, Tensor] | None, mixed: Tensor, b: Tensor, a: Tensor
+            stored: tuple[Tensor, Tensor] | None, mixed: Tensor, b: Tensor, a: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
+            before, state = (stored[0].transpose(0, 1), stored[1]) if stored else (None, None)
             y, state = self._mix(mixed, b, a, before=before, state=state)
             return y, (self.conv1d.recent(mixed, before).transpose(0, 1), state)
 
-        return remembered.run(mix, mixed, b, a)
+        return layer_state.run(mix, mixed, b, a)
 
     def _over_context(
         self, parts: Sequence[Tensor], b: Tensor, a: Tensor, documents: Documents | None

@@ -1,9 +1,9 @@
 """The Mamba-2 mixer: a short convolution, then a recurrent state.
 
-One GEMM computes the gate z, the input x, its projections into (B) and out of (C) the state,
-and a step size dt for each head. Heads, and with them groups (of heads that share B and C), are
-split over the tensor ranks; with fewer groups than ranks, neighbouring ranks hold the same
-ones. Context ranks exchange heads for sequence before and after convolution and state.
+One GEMM computes the gate z, the input x, the projections into (B) and out of (C) the state,
+and a step size dt for each head. Heads and their groups (heads that share B and C) are split
+over the tensor ranks; with fewer groups than ranks, neighbouring ranks hold the same groups.
+Context ranks exchange heads for sequence before and after convolution and state.
 
 Reference:
     Dao and Gu 2024, arXiv:2405.21060, section 7.
@@ -89,14 +89,14 @@ class Mamba(nn.Module):
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
-        """Mix every token with all earlier ones of its document.
+        """Mix every token with all earlier tokens of its document.
 
-        Communicates as the two linears do, and over ``cp``: two all-to-alls for each of x, B
-        and C, and dt.
+        Communicates in the two linears, and over ``cp``: an all-to-all for each of x, B, C and
+        dt, and one for the output.
 
         Args:
             x: this rank's tokens.
-            inputs: their documents and state.
+            inputs: documents and state of the tokens.
         """
         projected = self.in_proj(x)
         inner, _, _, _, heads = self.in_proj.output_sizes
@@ -111,7 +111,7 @@ class Mamba(nn.Module):
         return self.out_proj(y * F.silu(z) if self.norm is None else self.norm(y, z))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the vectors with one number a head, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the vectors with one number per head."""
         names = ("dt_bias", "A_log", "D")
         return {name: sliced("", (self.num_heads,), 0, self.axis) for name in names}
 
@@ -125,7 +125,10 @@ class Mamba(nn.Module):
         state: Tensor | None = None,
         share: "_Share | None" = None,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-        """Run convolution and state over complete sequences of some or all heads."""
+        """Run convolution and state over complete sequences; return outputs and last state.
+
+        ``xBC`` and ``dt`` hold the heads of ``share``; None: all heads of this rank.
+        """
         share = share or _Share(self, 0, 1)
         mixed = conv_silu(xBC, share.weight, share.bias, starts=starts, before=before)
         x, B, C = mixed.split(share.sizes, dim=-1)
@@ -145,23 +148,23 @@ class Mamba(nn.Module):
             state=state,
         )
 
-    def _continued(self, xBC: Tensor, dt: Tensor, remembered: object) -> Tensor:
+    def _continued(self, xBC: Tensor, dt: Tensor, layer_state: object) -> Tensor:
         """Continue from the stored inputs of the convolution and state; store the new ones."""
-        if not isinstance(remembered, RecurrentState):
+        if not isinstance(layer_state, RecurrentState):
             raise TypeError(
-                f"{type(remembered).__name__} holds no recurrent state, which layer "
-                f"{self.layer} (Mamba) needs: give it run, see RecurrentState."
+                f"layer {self.layer} (Mamba) needs a recurrent state, but its state is a "
+                f"{type(layer_state).__name__}: implement RecurrentState.run."
             )
 
         def mix(
-            known: tuple[Tensor, Tensor] | None, xBC: Tensor, dt: Tensor
+            stored: tuple[Tensor, Tensor] | None, xBC: Tensor, dt: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             # The state stores the convolution's inputs batch first: [B, w, F] -> [w, B, F].
-            before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
+            before, state = (stored[0].transpose(0, 1), stored[1]) if stored else (None, None)
             y, state = self._scan(xBC, dt, before=before, state=state)
             return y, (self.conv1d.recent(xBC, before).transpose(0, 1), state)
 
-        return remembered.run(mix, xBC, dt)
+        return layer_state.run(mix, xBC, dt)
 
     def _over_context(
         self, xBC: Tensor, dt: Tensor, documents: Documents | None
@@ -185,10 +188,9 @@ class Mamba(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
+    """RMSNorm of a gated output, group by group, as ``--mamba-norm`` chooses.
 
-    Or ``norm(y) * weight * silu(z)``, by ``--mamba-norm``.
-
+    gated: ``norm(y * silu(z)) * weight``; before_gate: ``norm(y) * weight * silu(z)``.
     Statistics are float32 or wider, the weight is applied in the input's dtype.
     """
 
@@ -210,7 +212,7 @@ class GatedNorm(nn.Module):
             size: channels over all ranks.
             num_groups: equal blocks of channels, each normed separately.
             epsilon: added to the mean square.
-            gates_first: whether the output is gated before the norm, or after.
+            gates_first: gate the output before the norm; False: after it.
             axis: ranks that share the channels.
             holders: ranks that share one group; their sums of squares are all-reduced.
             device: of the weight.
@@ -224,7 +226,7 @@ class GatedNorm(nn.Module):
     def forward(
         self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
     ) -> Float[Tensor, "*B F"]:
-        """Gate, then norm; all-reduces over ``holders`` in forward and backward."""
+        """Return the gated and normed ``y``; all-reduces over ``holders``, also in backward."""
         return gated_norm(
             y,
             z,
@@ -236,24 +238,26 @@ class GatedNorm(nn.Module):
         )
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the weight, see ``mcore_parallel.sharding``."""
+        """Return the sharding of the weight."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
 
 
 class _Share:
-    """Parameters of one of equal blocks of this tensor rank's heads, with their groups.
+    """Parameters of the ``rank``-th of ``size`` equal blocks of this tensor rank's heads.
 
-    If there are fewer groups than blocks, several blocks share one.
+    The block includes the groups of its heads. With fewer groups than blocks, several blocks
+    have a copy of the same group.
     """
 
     def __init__(self, mixer: Mamba, rank: int, size: int) -> None:
         config = mixer.config
         groups = mixer.conv1d.sizes[1] // config.mamba_state_dim
-        several = size // math.gcd(size, groups)
-        self.copies = (1, several, several)
+        # Copies of each group (B and C) that make the number of groups a multiple of size.
+        group_copies = size // math.gcd(size, groups)
+        self.copies = (1, group_copies, group_copies)
         widths = (config.mamba_head_dim, config.mamba_state_dim, config.mamba_state_dim)
 
-        def own(x: Tensor) -> Tensor:
+        def local_block(x: Tensor) -> Tensor:
             if size == 1:
                 return x
             parts = x.split(mixer.conv1d.sizes)
@@ -266,8 +270,8 @@ class _Share:
             ]
             return torch.cat(blocks)
 
-        self.weight = own(mixer.conv1d.weight)
-        self.bias = None if mixer.conv1d.bias is None else own(mixer.conv1d.bias)
+        self.weight = local_block(mixer.conv1d.weight)
+        self.bias = None if mixer.conv1d.bias is None else local_block(mixer.conv1d.bias)
         self.sizes = [
             count * copies // size
             for count, copies in zip(mixer.conv1d.sizes, self.copies, strict=True)

@@ -54,14 +54,14 @@ class ShortConv(nn.Module):
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NO_INPUTS
     ) -> Float[Tensor, "s B D"]:
-        """Mix every token with the last ones of its document.
+        """Mix every token with the W - 1 previous tokens of its document.
 
-        Communicates as the two linears do, and over ``cp``: an all-to-all before and one after
-        the convolution.
+        Communicates in the two linears, and over ``cp``: an all-to-all before the convolution
+        and one after it.
 
         Args:
             x: this rank's tokens.
-            inputs: their documents and state.
+            inputs: documents and state of the tokens.
         """
         B, C, x = self.in_proj(x).split(self.in_proj.output_sizes, -1)
         gated = B * x
@@ -74,30 +74,30 @@ class ShortConv(nn.Module):
             y = self._over_context(gated, inputs.documents)
         return self.out_proj(C * y)
 
-    def _continued(self, gated: Tensor, remembered: object) -> Tensor:
+    def _continued(self, gated: Tensor, layer_state: object) -> Tensor:
         """Continue from the stored inputs of the convolution; store the new ones."""
-        if not isinstance(remembered, RecurrentState):
+        if not isinstance(layer_state, RecurrentState):
             raise TypeError(
-                f"{type(remembered).__name__} holds no recurrent state, which layer "
-                f"{self.layer} (short convolution) needs: give it run, see RecurrentState."
+                f"layer {self.layer} (short convolution) needs a recurrent state, but its "
+                f"state is a {type(layer_state).__name__}: implement RecurrentState.run."
             )
 
         def mix(
-            known: tuple[Tensor, ...] | None, gated: Tensor
+            stored: tuple[Tensor, ...] | None, gated: Tensor
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            before = known[0].transpose(0, 1) if known else None  # [B, w, F] -> [w, B, F]
+            before = stored[0].transpose(0, 1) if stored else None  # [B, w, F] -> [w, B, F]
             y = causal_conv(gated, self.conv1d.weight, self.conv1d.bias, before=before)
             return y, (self.conv1d.recent(gated, before).transpose(0, 1),)
 
-        return remembered.run(mix, gated)
+        return layer_state.run(mix, gated)
 
     def _over_context(self, gated: Tensor, documents: Documents | None) -> Tensor:
         """Exchange tokens for channels, convolve complete sequences, and exchange back."""
         cp = self.cp
-        # [s, B, F] -> [S, B, 1, F/cp]: a block of channels takes the place of a head.
-        whole = heads_to_sequence(gated.unflatten(-1, (cp.size, -1)), cp).flatten(-2)
+        # [s, B, F] -> [S, B, 1, F/cp]: each block of channels is exchanged like a head.
+        complete = heads_to_sequence(gated.unflatten(-1, (cp.size, -1)), cp).flatten(-2)
         weight, bias = self.conv1d.weight.chunk(cp.size)[cp.rank], self.conv1d.bias
         bias = None if bias is None else bias.chunk(cp.size)[cp.rank]
         starts = document_starts(documents, gated.device)
-        y = causal_conv(whole, weight, bias, starts=starts)
+        y = causal_conv(complete, weight, bias, starts=starts)
         return sequence_to_heads(y.unsqueeze(2), cp).flatten(-2)
