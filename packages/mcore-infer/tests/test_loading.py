@@ -106,7 +106,9 @@ def test_layouts_that_cannot_write_token_by_token_are_refused(run_folder, fields
 def adapters(run_folder, tmp_path):
     """A folder of PEFT beside a Hugging Face folder, which alone has the small files."""
     convert("mcore", run_folder, "hf", tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
+    (tmp_path / "base" / "generation_config.json").write_text(
+        '{"eos_token_id": [3, 9], "temperature": 0.6}'
+    )
     words = WordLevel({chr(number): number for number in range(257)}, unk_token="a")
     Tokenizer(words).save(str(tmp_path / "base" / "tokenizer.json"))
     shape = load_file(tmp_path / "base" / "model.safetensors")[f"{LINEAR}.weight"].shape
@@ -133,6 +135,7 @@ def test_a_folder_of_peft_answers_as_its_merged_model_and_takes_small_files_of_i
     torch.testing.assert_close(logits, next_logits(merged.model, TOKENS), **CLOSE)
     assert not torch.allclose(logits, next_logits(loaded.model, TOKENS), **CLOSE)
     assert apart.ends == merged.ends == (3, 9)
+    assert apart.sampling_defaults == merged.sampling_defaults == {"temperature": 0.6}
     assert apart.tokenizer.vocab_size == 257
     (adapters / "adapter" / "generation_config.json").write_text('{"eos_token_id": 4}')
     assert load_model(adapters / "adapter", ParallelContext.single()).ends == (4,)

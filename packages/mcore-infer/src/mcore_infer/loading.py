@@ -4,7 +4,6 @@ The checkpoint contains the model's config, so no model flags are needed. Any ra
 it: each rank reads the rows of its shards.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -88,11 +87,8 @@ class LoadedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Sampling options of a Hugging Face folder's generation_config.json."""
-        file = self.folder / "generation_config.json"
-        if not file.is_file():
-            return {}
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        """Sampling options in generation_config.json of the folder, else of its base."""
+        fields = self._small_file("generation_config.json")
         sampling = {name: fields.get(name) for name in _SAMPLED}
         return {
             name: value

@@ -152,7 +152,10 @@ class T5Config(TransformerConfig):
                 lambda v, name=name: getattr(v, name),
                 f"{flag(name)}: --feed-forward-proj sets the activation of a T5; leave it out.",
             )
-            for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "relu")
+            for name in (
+                *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu"),
+                *("openai_gelu", "relu", "xielu"),
+            )
         ),
         Rule(
             ("relative_attention_num_buckets", "relative_attention_max_distance"),

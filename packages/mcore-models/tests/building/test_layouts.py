@@ -222,3 +222,10 @@ def test_models_with_an_encoder_refuse_what_their_layers_do_not_read(
     (problem,) = problems_of(kind(**sizes, **{field: value}), ParallelConfig())
     assert problem.startswith("--" + field.replace("_", "-"))
     assert "leave it out" in problem
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "exact_geglu", "relu", "xielu"])
+def test_a_t5_refuses_activations_other_than_its_own(name):
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: --feed-forward-proj"):
+        T5Config(**sizes, **{name: True})
