@@ -213,7 +213,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
         ),
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "NOWHERE"], "NOWHERE is not a folder"),
-        (["generate", "--load", "ABOVE"], ", which does."),
+        (["generate", "--load", "ABOVE"], ", which holds it."),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),

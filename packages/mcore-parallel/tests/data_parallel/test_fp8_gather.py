@@ -129,5 +129,5 @@ def test_weights_that_travel_nowhere_are_not_cast_for_it():
 
 
 def test_without_the_distributed_optimizer_there_is_no_gather():
-    with pytest.raises(ValueError, match="needs --use-distributed-optimizer"):
+    with pytest.raises(ValueError, match="add --use-distributed-optimizer"):
         DataParallelConfig(fp8_param_gather=True)
