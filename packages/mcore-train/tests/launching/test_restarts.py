@@ -14,7 +14,7 @@ import pytest
 from e2e.fake_schedulers import NCCL, RUN, fake_python
 
 from mcore_models.kernels import availability
-from mcore_train.launching.config import TURN
+from mcore_train.launching.config import LAUNCHER, TURN
 from mcore_train.launching.restarts import Attempt, decide, read_history
 from mcore_train.launching.standby import wait_for_turn
 
@@ -131,6 +131,12 @@ def test_a_rank_of_a_standby_imports_kernels_and_waits_for_its_turn(
     monkeypatch.setattr(availability, "is_installed", lambda name: name == "flash-attn-4")
     assert not wait_for_turn(uses_gpus=True)
     os.environ[TURN] = str(tmp_path / "turn")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    os.environ[LAUNCHER] = str(ended.pid)
+    with pytest.raises(RuntimeError, match="launcher of this standby is gone"):
+        wait_for_turn(uses_gpus=False)
+    os.environ[LAUNCHER] = str(os.getpid())
     begin = Timer(0.2, (tmp_path / "turn").touch)
     with caplog.at_level("INFO"):
         begin.start()

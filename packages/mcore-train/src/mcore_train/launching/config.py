@@ -23,6 +23,8 @@ ELASTIC_OPTIONS = (
 
 TURN = "MCORE_TURN"
 """Environment variable of ranks of a standby: the file that begins their attempt."""
+LAUNCHER = "MCORE_LAUNCHER"
+"""Environment variable of ranks of a standby: process number of the launcher."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -120,7 +122,7 @@ class LocalConfig(Options):
     standby_after_s: float = option(0.0, minimum=0, zero="no standby")
     """Age of an attempt at which the ranks of the next attempt are started. They import their
     modules and wait, so that a restart takes only the time to connect and to load. Each rank
-    uses 0.5 to 1 GB of host memory and no GPU memory."""
+    uses host memory, an estimated 0.5 to 1 GB, and joins no GPU before its turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from mcore_parallel.launch.launcher import free_port, num_cores
-from mcore_train.launching.config import TURN
+from mcore_train.launching.config import LAUNCHER, TURN
 from mcore_train.launching.job import Job, host_script
 from mcore_train.launching.restarts import after_attempt
 
@@ -72,9 +72,8 @@ def run_locally(job: Job, standby_after_s: float = 0.0) -> int:
                     _discard(standby)
                     standby = None
                 attempt = standby or _Attempt(logs=folder)
-                signals.hosts = (
-                    attempt.hosts
-                )  # set before the start: a signal may arrive at any time
+                # Set before the start, since a signal may arrive at any time.
+                signals.hosts = attempt.hosts
                 if standby is None:
                     _start(job, attempt, num_hosts)
                 else:
@@ -167,7 +166,7 @@ def _start(job: Job, attempt: _Attempt, num_hosts: int, *, waits: bool = False) 
             "OMP_NUM_THREADS",
             str(max(1, num_cores() // (num_hosts * config.nproc_per_node))),
         ),
-        **({TURN: str(attempt.turn)} if waits else {}),
+        **({TURN: str(attempt.turn), LAUNCHER: str(os.getpid())} if waits else {}),
     }
     script = host_script(job)
     for rank in range(num_hosts):

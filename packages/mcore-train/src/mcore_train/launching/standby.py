@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_models.kernels import flash4_attention
 from mcore_parallel.launch.launcher import keep_compiled_kernels
-from mcore_train.launching.config import TURN
+from mcore_train.launching.config import LAUNCHER, TURN
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def wait_for_turn(*, uses_gpus: bool) -> bool:
         Whether the rank has waited: False outside of a standby.
 
     Raises:
-        RuntimeError: if the process that started the rank ends before.
+        RuntimeError: if the launcher, or the process that started the rank, ends before.
     """
     turn = Path(os.environ.get(TURN, ""))
     if TURN not in os.environ or turn.exists():
@@ -39,9 +39,10 @@ def wait_for_turn(*, uses_gpus: bool) -> bool:
         with suppress(Exception):  # the kernel's trial reports what its package raises
             flash4_attention.load()
     log.info("standby: this rank has imported its modules and waits")
-    parent = os.getppid()
+    # The agent that started this rank survives a killed launcher, so both are watched.
+    parent, launcher = os.getppid(), Path("/proc", os.environ[LAUNCHER])
     while not turn.exists():
-        if os.getppid() != parent:
+        if os.getppid() != parent or not launcher.exists():
             raise RuntimeError("the launcher of this standby is gone")
         time.sleep(POLL_S)
     return True
