@@ -57,9 +57,6 @@ Transformers has these models. Each needs a kind of layer that no other family h
   and recomputed groups would have another shape. Also missing: a branch of low rank beside
   attention (LAuReL), and activations cut at a quantile of each token, over tensor ranks.
   Vectors for each layer and shared keys exist, as in Gemma 4.
-- **MiniMax-Text-01 and M1** (`minimax`): linear attention with a fixed decay for each head,
-  and a block whose residual stream is the normed one, times a factor. MiniMax-M2 has
-  neither.
 - **Kimi-Linear** (`kimi_linear`): a delta rule that forgets by channel, not by head as in
   Qwen3-Next, which is another chunked kernel with its backward.
 
@@ -70,6 +67,9 @@ Of supported models:
   all heads to all keys of each query: without a sparse kernel that is a matrix of tokens by
   tokens for every head of a layer, more memory than dense training takes. With the indexer
   frozen, the model trains on the keys that it selects.
+- `minimax`: the releases rotate half of each head (`rotary_dim`), and so does mcore;
+  transformers 5.23 rotates whole heads, so that `--check` finds other logits. Decays of
+  lightning attention, which transformers stores, are computed and not written.
 - `phimoe`: training chooses experts as inference does. The release sampled them, with a
   gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
   factors, as the release does; transformers 5.23 stays with the short ones.

@@ -290,6 +290,8 @@ def test_every_preset_has_the_published_number_of_parameters():
         "lfm2-8b-a1b": 8.3,
         "hunyuan-7b": 7.5,
         "minimax-m2": 230,
+        "minimax-text-01": 456,
+        "minimax-m1": 456,
         "glm-4.7-flash": 30,
         "grin-moe": 41.9,
         "modernbert-base": 0.149,

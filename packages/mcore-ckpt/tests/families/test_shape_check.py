@@ -142,6 +142,7 @@ CONFIGS = {
     | DELTA
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2},
+    "minimax": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
     "lfm2": ROPE | HEADS | {"conv_L_cache": 4} | CONVS,
     "lfm2_moe": ROPE
     | HEADS
@@ -199,6 +200,7 @@ SHAPELESS = {
     ("lfm2_moe", "num_experts_per_tok"),
     ("glm4_moe_lite", "num_experts_per_tok"),
     ("minimax_m2", "num_experts_per_tok"),
+    ("minimax", "num_experts_per_tok"),
     ("deepseek_v32", "num_experts_per_tok"),
     ("deepseek_v32", "index_topk"),
     ("qwen3_next", "intermediate_size"),

@@ -110,6 +110,7 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
     placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    placements |= {"post": "of the stream before"}
     where = placements[config.norm_placement]
     parallel = {
         "off": "",
@@ -130,6 +131,9 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             yield f"gated delta net  {keys} key and {values} value heads of {widths}"
         elif mixer == "short_conv":
             yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
+        elif mixer == "lightning":
+            heads = config.num_attention_heads
+            yield f"lightning attention  {heads} heads of {head_dim(config)}"
         elif mixer == "layer_input":
             yield f"per-layer embedding  {config.per_layer_embedding_size} wide"
         elif mixer == "moe":

@@ -148,6 +148,8 @@ def model_flops(
     # A token writes and reads each element of a Mamba state once.
     num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
+    # So does a token of lightning attention, whose state has H x H elements for each head.
+    states += sum("lightning" in names for names in mixers) * N * head_dim(config) ** 2
     # A token reads by key, writes, and reads by query each element of a delta net's state.
     num_nets = sum("delta_net" in names for names in mixers)
     memories = num_nets * delta_sizes(config).values * config.linear_key_head_dim
@@ -475,5 +477,8 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         + 10 * delta.values,
         # B, C and x, the gated input, and the convolution's output before and after the gate.
         "short_conv": 6 * config.hidden_size,
+        # Queries, keys, values and gate, the first three also before SiLU, the state's output,
+        # and the normed output, which is float32 before it is rounded.
+        "lightning": 11 * N * head_dim(config),
         "layer_input": 3 * config.per_layer_embedding_size,
     }

@@ -181,7 +181,7 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
         after = f"{before.removesuffix('_norm')}_post_norm"
         shares_first_norm = index > 0 and config.parallel_residual == "one_norm"
         has_before = config.norm_placement != "output" and not shares_first_norm
-        has_after = config.norm_placement != "pre"
+        has_after = config.norm_placement in ("output", "sandwich")
         norms.append((before if has_before else "", after if has_after else ""))
     return tuple(norms)
 
@@ -444,6 +444,15 @@ def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | _linear("short_conv.out_proj", D, D, bias)
 
 
+def _lightning(config: Any, _: Any) -> dict[str, Shape]:
+    D, width = config.hidden_size, config.num_attention_heads * head_dim(config)
+    return {
+        **{f"lightning.in_proj.{name}.weight": (width, D) for name in "qkvz"},
+        "lightning.norm.weight": (width,),
+        "lightning.out_proj.weight": (D, width),
+    }
+
+
 def _layer_input(config: Any, _: Any) -> dict[str, Shape]:
     D, P = config.hidden_size, config.per_layer_embedding_size
     return {"layer_input.gate.weight": (P, D), "layer_input.proj.weight": (D, P)}
@@ -457,6 +466,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "mamba": _mamba,
     "delta_net": _delta_net,
     "short_conv": _short_conv,
+    "lightning": _lightning,
     "layer_input": _layer_input,
 }
 """For each mixer the function from the configs of layers and experts to its tensors."""
@@ -472,6 +482,7 @@ MIXER_NORMS: Mapping[str, str] = {
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
     "short_conv": "short_conv_norm",
+    "lightning": "lightning_norm",
     "layer_input": "layer_input_norm",
 }
 """Name of the norm before each mixer."""

@@ -36,6 +36,7 @@ _RESIDUAL = (
     ".mamba.out_proj.weight",
     ".delta_net.out_proj.weight",
     ".short_conv.out_proj.weight",
+    ".lightning.out_proj.weight",
     ".latent_up.weight",
     ".layer_input.proj.weight",
 )

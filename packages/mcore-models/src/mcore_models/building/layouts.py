@@ -85,6 +85,14 @@ def layout_problems(
             "gated short convolutions",
             "channels",
         )
+    if "lightning" in mixers:
+        problems += _split_problems(
+            parallel,
+            "--num-attention-heads",
+            config.num_attention_heads,
+            "lightning attention",
+            "heads",
+        )
     problems += _width_problems(config, parallel, moe, mixers)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)

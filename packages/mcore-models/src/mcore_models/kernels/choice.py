@@ -114,4 +114,8 @@ def _of_recurrent_layers(config: TransformerConfig, dtype: torch.dtype) -> list[
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and is_kernel_width(*widths):
             choices.append((ssd, (dtype, *widths)))
+    if "L" in letters:
+        widths = head_dim(config), head_dim(config)
+        if dtype in NARROW and is_kernel_width(*widths):
+            choices.append((ssd, (dtype, *widths)))
     return choices

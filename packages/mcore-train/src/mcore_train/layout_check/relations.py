@@ -152,6 +152,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
     words |= {"delta_net": "delta net", "short_conv": "short convolution"}
+    words |= {"lightning": "lightning attention"}
     words |= {"layer_input": "vector of the layer"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)

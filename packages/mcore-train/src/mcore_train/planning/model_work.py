@@ -495,6 +495,10 @@ def _add_moved_bytes(
     if "short_conv" in layer.mixers:
         forward_bytes += 20 * D / tp
         backward_bytes += 40 * D / tp
+    if "lightning" in layer.mixers:
+        inner = model.num_attention_heads * head_dim(model) / tp
+        forward_bytes += 60 * inner
+        backward_bytes += 120 * inner
     if model.hidden_dropout:
         forward_bytes += 4 * D * len(layer.mixers) / stream
         backward_bytes += 4 * D * len(layer.mixers) / stream
