@@ -30,6 +30,8 @@ LAYOUTS = {
     ),
     "glm-4.5": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),
     "glm-4.7-flash": ("gpt", 2, f"{TP2} {SP} {EP2}"),
+    "kimi-linear-48b-a3b": ("mamba", 4, f"{TP2} {CP2} {SP} {EP2}"),
+    "minimax-text-01": ("mamba", 4, f"--pipeline-model-parallel-size 2 {EP2}"),
     "minimax-m1": ("mamba", 4, f"{TP2} {CP2} {SP} {EP2}"),
     "minimax-m2": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),
     "hunyuan-a13b": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),

@@ -50,8 +50,8 @@ _MAMBA = (
 _DELTA_NET = (
     When(
         "hybrid_override_pattern",
-        lambda pattern: "G" in _letters_of(pattern),
-        "G in --hybrid-override-pattern",
+        lambda pattern: bool({"G", "K"} & _letters_of(pattern)),
+        "G or K in --hybrid-override-pattern",
     ),
 )
 _SHORT_CONV = (
@@ -700,9 +700,10 @@ class TransformerConfig(Options):
     hybrid_override_pattern: str = ""
     """One letter for each layer, instead of attention and feed-forward in every layer: M
     Mamba-2, G gated delta net, C gated short convolution, L lightning attention (with the heads
-    of attention), * attention, - feed-forward, E experts. Letters in brackets are one layer, as
-    in [G-]. | separates pipeline stages, which checkpoints do not store. / precedes the letters
-    of each layer of multi-token prediction, as in /*-. Empty: a transformer."""
+    of attention), K Kimi Delta Attention (with the heads of a delta net), * attention, -
+    feed-forward, E experts. Letters in brackets are one layer, as in [G-]. | separates pipeline
+    stages, which checkpoints do not store. / precedes the letters of each layer of multi-token
+    prediction, as in /*-. Empty: a transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Size of the state of each channel of a Mamba head."""

@@ -16,6 +16,7 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "G": "delta_net",
     "C": "short_conv",
     "L": "lightning",
+    "K": "kda",
 }
 """Mixer of each letter of ``--hybrid-override-pattern``."""
 

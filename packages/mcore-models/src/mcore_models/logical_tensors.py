@@ -433,6 +433,29 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
+def _kimi_delta(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, delta_sizes(config)
+    key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
+    decays = sizes.value_heads * key_width
+    rows = {"q": sizes.keys, "k": sizes.keys, "v": sizes.values}
+    shapes: dict[str, Shape] = {
+        f"kda.in_proj.{name}.weight": (count, D)
+        for name, count in (*rows.items(), ("b", sizes.value_heads))
+    }
+    for name, count in rows.items():
+        shapes[f"kda.conv1d.{name}.weight"] = (count, 1, config.linear_conv_kernel_dim)
+    return shapes | {
+        "kda.decay_down.weight": (key_width, D),
+        "kda.decay_up.weight": (decays, key_width),
+        "kda.gate_down.weight": (value_width, D),
+        "kda.gate_up.weight": (sizes.values, value_width),
+        "kda.dt_bias": (decays,),
+        "kda.A_log": (1, 1, sizes.value_heads, 1),
+        "kda.norm.weight": (value_width,),
+        "kda.out_proj.weight": (D, sizes.values),
+    }
+
+
 def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
     D, bias = config.hidden_size, config.short_conv_bias
     shapes: dict[str, Shape] = {}
@@ -467,6 +490,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "delta_net": _delta_net,
     "short_conv": _short_conv,
     "lightning": _lightning,
+    "kda": _kimi_delta,
     "layer_input": _layer_input,
 }
 """For each mixer the function from the configs of layers and experts to its tensors."""
@@ -483,6 +507,7 @@ MIXER_NORMS: Mapping[str, str] = {
     "delta_net": "delta_net_norm",
     "short_conv": "short_conv_norm",
     "lightning": "lightning_norm",
+    "kda": "kda_norm",
     "layer_input": "layer_input_norm",
 }
 """Name of the norm before each mixer."""

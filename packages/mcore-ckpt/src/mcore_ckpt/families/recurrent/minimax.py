@@ -38,7 +38,8 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     # The releases have the number of rotated channels, not their share.
     usual = dict(config)
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if rotated := usual.pop("rotary_dim", None):
+    rotated, rope = usual.pop("rotary_dim", None), config.get("rope_parameters") or {}
+    if rotated and "partial_rotary_factor" not in rope:
         usual["partial_rotary_factor"] = rotated / width
     return usual
 
