@@ -83,6 +83,11 @@ def test_weights_equal_the_published_numbers(fields, expected):
     torch.testing.assert_close(dense(route(LOGITS, config(**fields))), expected, **SIX_DIGITS)
 
 
+def test_a_score_function_without_scores_is_refused():
+    with pytest.raises(ValueError, match="tanh has no scores: add them to expert_scores"):
+        expert_scores(LOGITS, "tanh")
+
+
 def test_sparsemixer_weighs_each_choice_among_scores_near_it():
     fields = {"moe_router_score_function": "sparsemixer", "moe_router_sparsemixer_eps": 0.25}
     routing = route(LOGITS, config(**fields))

@@ -34,13 +34,18 @@ def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Te
         logits: of the router.
         score_function: ``softmax`` or ``sparsemixer`` (rows sum to 1), ``sigmoid`` or
             ``sqrtsoftplus`` (elementwise).
+
+    Raises:
+        ValueError: for another score function.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function in ("softmax", "sparsemixer"):
         return logits.softmax(-1)
     if score_function == "sigmoid":
         return logits.sigmoid()
-    return F.softplus(logits).sqrt()
+    if score_function == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
+    raise ValueError(f"{score_function} has no scores: add them to expert_scores.")
 
 
 def route(
