@@ -9,7 +9,7 @@ from mcore_moe import (
     Routing,
     expert_scores,
     finish_step,
-    limited,
+    limit_to_capacity,
     moe_axes,
     route,
 )
@@ -242,8 +242,13 @@ def test_padding_takes_no_room_of_an_expert_from_tokens():
         torch.zeros(4, 1, dtype=torch.int64), torch.tensor([[0.9, 0.8, 0.2, 0.1]]).T
     )
     mask = torch.tensor([False, False, True, True])
-    assert limited(wanted, config, mask).keep.flatten().tolist() == mask.tolist()
-    assert limited(wanted, config).keep.flatten().tolist() == [True, True, False, False]
+    assert limit_to_capacity(wanted, config, mask).keep.flatten().tolist() == mask.tolist()
+    assert limit_to_capacity(wanted, config).keep.flatten().tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_sinkhorn_routing_weighs_by_softmax_and_is_plain_in_eval():

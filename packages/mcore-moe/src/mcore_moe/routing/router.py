@@ -27,7 +27,7 @@ from mcore_moe.routing.topk import (
     Routing,
     balanced_ids,
     expert_scores,
-    limited,
+    limit_to_capacity,
     route,
     scaled,
     top_experts,
@@ -185,7 +185,7 @@ class Router(nn.Module):
             routing = route(logits, self.config, self.expert_bias, fixed_ids)
         if self.tape is not None:
             self.tape.note(routing.ids, is_replayed())
-        routing = limited(routing, self.config, mask)
+        routing = limit_to_capacity(routing, self.config, mask)
         aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
         if self.training:
             self._count(routing, mask)

@@ -127,7 +127,7 @@ def balanced_stride(num_experts: int) -> int:
     return next(strides, max(1, num_experts - 1))
 
 
-def limited(
+def limit_to_capacity(
     routing: Routing, config: MoEConfig, mask: Bool[Tensor, " T"] | None = None
 ) -> Routing:
     """Return the routing with ``keep`` set to choices of real tokens within the capacity.
