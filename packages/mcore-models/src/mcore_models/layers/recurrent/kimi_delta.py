@@ -23,8 +23,8 @@ from mcore_models.layers.recurrent.causal_conv import CausalConv
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.logical_tensors import delta_sizes
-from mcore_parallel.sharding import ParamLayout, sliced
-from mcore_parallel.tensor_parallel.linear import Output
+from mcore_parallel.sharding import ParamLayout, sliced_layout
+from mcore_parallel.tensor_parallel.linear import LinearOutput
 
 
 class KimiDelta(DeltaNet):
@@ -51,8 +51,12 @@ class KimiDelta(DeltaNet):
         self.sizes = sizes = delta_sizes(config)
         D, key_width = config.hidden_size, config.linear_key_head_dim
         value_width = config.linear_value_head_dim
-        mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
-        self.in_proj = setup.column_linear(D, [*mixed, Output("b", sizes.value_heads)])
+        mixed = [
+            LinearOutput("q", sizes.keys),
+            LinearOutput("k", sizes.keys),
+            LinearOutput("v", sizes.values),
+        ]
+        self.in_proj = setup.column_linear(D, [*mixed, LinearOutput("b", sizes.value_heads)])
         width = config.linear_conv_kernel_dim
         self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **factory_kwargs)
         replicated: dict[str, Any] = {
@@ -82,8 +86,8 @@ class KimiDelta(DeltaNet):
         heads = self.sizes.value_heads
         decays = (heads * self.config.linear_key_head_dim,)
         return {
-            "dt_bias": sliced("", decays, 0, self.tp),
-            "A_log": sliced("", (1, 1, heads, 1), 2, self.tp),
+            "dt_bias": sliced_layout("", decays, 0, self.tp),
+            "A_log": sliced_layout("", (1, 1, heads, 1), 2, self.tp),
         }
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from mcore_models.layers.recurrent.causal_conv import document_starts
 from mcore_models.logical_tensors import head_dim
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
-from mcore_parallel.tensor_parallel.linear import Output
+from mcore_parallel.tensor_parallel.linear import LinearOutput
 
 _NO_INPUTS = BlockInputs()
 _EPSILON = 1e-6
@@ -50,7 +50,7 @@ class LightningAttention(nn.Module):
         config, ctx = setup.config, setup.ctx
         self.config, self.layer, self.tp, self.cp = config, setup.layer, ctx.tp, ctx.cp
         width = config.num_attention_heads * head_dim(config)
-        outputs = [Output(name, width) for name in "qkvz"]
+        outputs = [LinearOutput(name, width) for name in "qkvz"]
         self.in_proj = setup.column_linear(config.hidden_size, outputs)
         self.norm = SplitRMSNorm(
             width,
