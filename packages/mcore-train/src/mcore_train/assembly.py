@@ -34,6 +34,7 @@ from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_noise import GradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.meta_matrices import give_memory
+from mcore_parallel.kernels import symmetric_gemm
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
@@ -307,6 +308,9 @@ def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> Non
     candidates = optional_kernels(
         *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
     )
+    has_muon = config.optimizer.optimizer == "muon" and dtype == torch.bfloat16
+    if has_muon and symmetric_gemm.fits(ctx.device):
+        candidates.append((symmetric_gemm.symmetric_product, ()))
     agree_on_kernels(candidates, ctx.device, ctx.world)
     _warn_of_plain_blocks(plan, ctx)
 
