@@ -26,7 +26,7 @@ peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
   # torch's cuDNN before another one of the host, which Transformer Engine would take.
   local cudnn; cudnn=$("$PY" -c "import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
-  LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
+  CUDNN_HOME=$cudnn LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
 }
 
 common="--bf16 --mock-data --train-iters 60 --lr 1e-4"
