@@ -133,6 +133,7 @@ def test_attention_is_computed_as_here(heads, width, rules):
     inputs = draw(T, 2, N, H), draw(T, 2, G, H, seed=1), draw(T, 2, G, J, seed=2)
     theirs = TransformerEngineAttention()
     got = both_passes(lambda *qkv: theirs(*qkv, **rules), *inputs)
+    assert all(theirs._modules.values())  # none was replaced
     wide = [t.float() for t in inputs]
     want = both_passes(lambda *qkv: attend(*qkv, **rules, backend="unfused"), *wide)
     for a, b in zip(got, want, strict=True):

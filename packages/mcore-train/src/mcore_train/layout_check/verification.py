@@ -52,9 +52,10 @@ from mcore_train.layout_check.trial import (
     run_trial,
     save_start,
 )
+from mcore_train.planning.expert_wgrads import is_automatic, reason_for_one
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
-from mcore_train.resolution import Plan, build_plan, resolve
+from mcore_train.resolution import ExpertWgrads, Plan, build_plan, resolve
 from mcore_train.running import joined_world
 
 log = logging.getLogger(__name__)
@@ -262,7 +263,10 @@ def shared_options(plan: Plan, small: SmallRun) -> str:
     # With one expert per token, a router is trained only if the softmax comes first.
     softmax_first = number > 0 and topk == 1
     experts = MoEConfig(
-        num_experts=number, moe_router_topk=topk, moe_router_pre_softmax=softmax_first
+        num_experts=number,
+        moe_router_topk=topk,
+        moe_router_pre_softmax=softmax_first,
+        moe_wgrad_micro_batches=1,
     )
     usual = flat(type(config)(model=config.model, experts=experts))
     options = [
@@ -289,6 +293,7 @@ def _compare(
         rows = build_rows(plan)
     saved_step = plan.train_iters - 1
     plan, whole = _with_cut_rows(plan, ctx, rows)
+    plan = _with_wgrads_together(plan)
     exact_plan = _in_float64(plan)
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     trials, starts = [], []
@@ -414,6 +419,14 @@ def _with_cut_rows(
     if cuts_vectors(plan) and not any(cuts["vectors"].values()):
         notes.append("vectors cut by shard borders: none is in the small run")
     return plan, tuple(notes)
+
+
+def _with_wgrads_together(plan: Plan) -> Plan:
+    """Return the plan with two micro-batches a weight gradient of experts, if ``auto`` may."""
+    config = plan.config
+    if not is_automatic(config) or reason_for_one(config, plan.world_size):
+        return plan
+    return replace(plan, expert_wgrads=ExpertWgrads(2, "as GPUs of this run may"))
 
 
 def _in_float64(plan: Plan) -> Plan:
