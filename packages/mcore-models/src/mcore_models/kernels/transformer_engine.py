@@ -9,7 +9,6 @@ norms of ``transformer_engine_torch``); the extra pins the tested versions.
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -134,9 +133,6 @@ class TransformerEngineAttention:
 
     def __init__(self) -> None:
         """Prepare the cache of modules, one without parameters for each kind of call."""
-        # Transformer Engine 2.20 prefers flash-attn-4 where it is installed, and its call of
-        # 4.0.0b36 returned zeros on an H200 (nvidia-cutlass-dsl 4.8.1).
-        os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         self._modules: dict[tuple[Any, ...], Any] = {}  # None: wrong results
 
     def __call__(
