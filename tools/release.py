@@ -90,12 +90,14 @@ def check(wheel: str, folder: Path) -> None:
     project = _project(wheel)
     version, package = project["version"], wheel.replace("-", "_")
     dist = folder / "dist"
+    _check_tag(wheel, version)
+    notes = release_notes(ROOT / "packages" / wheel / "CHANGELOG.md", version)
     run("rm", "-rf", str(folder))
     run("uv", "build", "-q", "--all-packages", "--out-dir", str(dist))
-    _check_tag(wheel, version)
     file = next(dist.glob(f"{package}-{version}-*.whl"))
     sdist = next(dist.glob(f"{package}-{version}.tar.gz"))
-    first, *others = _pythons()
+    pythons = _pythons()
+    first, *others = pythons
     # Lowest versions of dependencies have no wheels for later Pythons than the lowest.
     for python, resolution in (
         (first, "lowest-direct"),
@@ -119,11 +121,34 @@ def check(wheel: str, folder: Path) -> None:
     bill = folder / f"{wheel}-{version}.cdx.json"
     run("uvx", "--from", "cyclonedx-bom", "cyclonedx-py", "environment", "--of", "JSON",
         "-o", str(bill), str(inside), quiet=True)  # fmt: skip
+    notes_file = bill.with_name(f"{wheel}-{version}.md")
+    notes_file.write_text(notes)
     files, tag = f"{file} {sdist}", f"{wheel}-{version}"
-    print(f"bill of materials (CycloneDX): {bill}\n")
+    print(f"bill of materials (CycloneDX): {bill}")
+    print(f"release notes, from the changelog: {notes_file}")
+    if unchecked := sorted(set(PYTHONS) - {python for python, _ in pythons}):
+        print(f"not checked, for want of an interpreter: Python {', '.join(unchecked)}")
+    print()
     print(f"to sign, with an identity of yours:\n  uvx sigstore sign {files}")
     print(f"to publish, with a token in UV_PUBLISH_TOKEN:\n  uv publish {files}")
     print(f"to tag:\n  git tag {tag} && git push origin {tag}")
+
+
+def release_notes(changelog: Path, version: str) -> str:
+    """Return the newest section of a changelog, which must be that of the version, dated.
+
+    Raises:
+        ValueError: if the newest section has another version or no date, so that the wheel
+            holds changes which no released section names.
+    """
+    heading, _, section = changelog.read_text().partition("\n## ")[2].partition("\n")
+    if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
+        raise ValueError(
+            f"the wheel is {version}, the newest section of {changelog} is '{heading}'. Write "
+            "a version and a date first: nox -s release -- prepare VERSION "
+            f"{changelog.parent.name}"
+        )
+    return section.partition("\n## ")[0].strip() + "\n"
 
 
 def run(*command: str, quiet: bool = False, cwd: Path = ROOT) -> None:
@@ -147,7 +172,7 @@ def _pythons() -> list[tuple[str, str]]:
         command = ("uv", "python", "find", "--no-project", "--no-python-downloads", version)
         done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
         if done.returncode:
-            print(f"Python {version} is not on this machine: not checked")
+            print(f"uv finds no Python {version}, on PATH or its own: not checked")
         else:
             found.append((version, done.stdout.strip()))
     return found
