@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"(\d+)\.(\d+)\.\d+((?:a|b|rc)\d+)?")
+UNRELEASED = re.compile(r"^## \S+ \(unreleased\)$", re.MULTILINE)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -56,11 +57,7 @@ def prepare(root: Path, version: str, wheels: list[str], day: str) -> list[Path]
         changelog = folder / "CHANGELOG.md"
         before[changelog] = changelog.read_text()
         texts[changelog], count = re.subn(
-            r"^## \S+ \(unreleased\)$",
-            f"## {version} ({day})",
-            before[changelog],
-            count=1,
-            flags=re.MULTILINE,
+            UNRELEASED, f"## {version} ({day})", before[changelog], count=1
         )
         if not count:
             raise ValueError(f"{changelog} has no section with '(unreleased)' in its heading.")
@@ -83,6 +80,12 @@ def prepare(root: Path, version: str, wheels: list[str], day: str) -> list[Path]
     for path in changed:
         path.write_text(texts[path])
     return changed
+
+
+def unreleased_wheels(root: Path) -> list[str]:
+    """Return the wheels whose changelog has an unreleased section."""
+    changelogs = sorted(root.glob("packages/*/CHANGELOG.md"))
+    return [file.parent.name for file in changelogs if UNRELEASED.search(file.read_text())]
 
 
 def check(wheel: str, folder: Path) -> None:
@@ -192,7 +195,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     preparing = commands.add_parser("prepare", help="write a version of some or all wheels")
     preparing.add_argument("version")
-    preparing.add_argument("wheels", nargs="*", help="all, if none is named")
+    preparing.add_argument("wheels", nargs="*", help="default: all with an unreleased section")
     checking = commands.add_parser("check", help="build a wheel and use it alone")
     checking.add_argument("wheel")
     checking.add_argument("--folder", type=Path, default=ROOT / ".nox/release")
@@ -201,7 +204,9 @@ def main() -> int:
         if words.command == "check":
             check(words.wheel, words.folder.resolve())
             return 0
-        wheels = words.wheels or sorted(path.name for path in (ROOT / "packages").iterdir())
+        wheels = words.wheels or unreleased_wheels(ROOT)
+        if not wheels:
+            raise ValueError("no changelog has an unreleased section: nothing to prepare.")
         for wheel in wheels:
             _project(wheel)
         for path in prepare(ROOT, words.version, wheels, str(datetime.date.today())):
