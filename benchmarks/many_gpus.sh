@@ -26,7 +26,7 @@ peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
   # torch's cuDNN before another one of the host, which Transformer Engine would take.
   local cudnn; cudnn=$("$PY" -c "import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
-  LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
+  CUDNN_HOME=$cudnn LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
 }
 
 common="--bf16 --mock-data --train-iters 60 --lr 1e-4"
@@ -54,11 +54,10 @@ step "llama-3-8b-$at-dp" 150 $llama $small $zero --global-batch-size $((4 * worl
 peer "megatron-core-llama-3-8b-$at-dp" 150 $peer_steps
 step "llama-3-8b-$at-dp-fp8" 150 $llama $small $zero --global-batch-size $((4 * world)) $delayed
 peer "megatron-core-llama-3-8b-$at-dp-fp8" 150 $peer_steps --fp8-recipe delayed
-# Experts: weight gradients of one or of four micro-batches in a GEMM, two dispatchers, fp8.
-together="--moe-wgrad-micro-batches 4"
-warmup=14 ways "qwen3-30b-$at-ep-ways" 240 --way "allgather: --moe-wgrad-micro-batches 1" --way "allgather, 4 together: $together" \
-  --way "symmetric, 4 together: --moe-token-dispatcher-type symmetric $together" \
-  --way "allgather, 4 together, fp8: --fp8-format hybrid --moe-experts-dtype fp8 $together" \
+# Experts: weight gradients one micro-batch at a time or several together, two dispatchers, fp8.
+warmup=14 ways "qwen3-30b-$at-ep-ways" 240 --way "allgather, one by one: --moe-wgrad-micro-batches 1" --way allgather \
+  --way "symmetric: --moe-token-dispatcher-type symmetric" \
+  --way "allgather, fp8: --fp8-format hybrid --moe-experts-dtype fp8" \
   -- $common $qwen $qwen_layers $experts --global-batch-size $((8 * world)) --moe-token-dispatcher-type allgather $static 8
 warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "allgather: --moe-token-dispatcher-type allgather $static 4" \
   --way "symmetric: --moe-token-dispatcher-type symmetric $static 4" \
