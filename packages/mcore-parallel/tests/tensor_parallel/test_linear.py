@@ -220,7 +220,7 @@ def test_rows_that_do_not_divide_are_refused_with_the_sizes():
     ):
         ColumnParallelLinear(D, 6, axis=axis)
     with pytest.raises(ValueError, match=r"^output 'q': 6 rows cannot be split over 4 parts"):
-        ColumnParallelLinear(D, [Output("q", 6)], axis=axis)
+        ColumnParallelLinear(D, [LinearOutput("q", 6)], axis=axis)
     with pytest.raises(ValueError, match="6 input features cannot be split over axis tp"):
         RowParallelLinear(6, D, axis=axis)
     with pytest.raises(ValueError, match="blocks of 3 replicas do not divide axis tp of 4"):
