@@ -24,6 +24,7 @@ from mcore_parallel.offloading.config import (
 )
 from mcore_parallel.optimizers.config import (
     MATRIX_OPTIMIZERS,
+    NUM_MOMENTS,
     AdafactorConfig,
     AdamConfig,
     MainWeightsConfig,
@@ -219,16 +220,12 @@ class OptimizerChoice:
 
     def element_bytes(self, *, in_matrix: bool) -> int:
         """Return the bytes of the moments of one weight, apart from its main weight."""
-        if self.name == "lion" or (in_matrix and self.name == "muon"):
-            return 4
-        if self.name == "sgd":
-            return 4 * (self.sgd.sgd_momentum > 0)
-        if self.name == "schedule_free":
-            return 12
-        if in_matrix:  # SOAP and Adafactor keep all of their state by matrix
+        if self.name == "adam" or (self.name in MATRIX_OPTIMIZERS and not in_matrix):
+            kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
+            return sum(4 - 2 * (kind == "bf16") for kind in kinds)
+        if self.name == "sgd" and not self.sgd.sgd_momentum:
             return 0
-        kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
-        return sum(4 - 2 * (kind == "bf16") for kind in kinds)
+        return 4 * NUM_MOMENTS[self.name]
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a complete matrix's state on the rank that updates the matrix."""

@@ -25,7 +25,7 @@ from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.layers.layer_setup import Execution
 from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
-from mcore_models.protocol import Entry, MicroBatch, TrainableModel, share_embedding
+from mcore_models.protocol import BatchEntry, MicroBatch, TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
@@ -169,7 +169,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, BatchEntry]:
         """Entries of a batch: those of the model, and those that the objective adds."""
         return {**self.chunks[0].entries, **self._objective_entries}
 
@@ -181,11 +181,11 @@ class Run:
         return read | frozenset(self._objective_entries if has_loss else ())
 
     @property
-    def _objective_entries(self) -> Mapping[str, Entry]:
+    def _objective_entries(self) -> Mapping[str, BatchEntry]:
         """Entries that the objective adds, and those that a frozen model has stored."""
         is_stored = self.plan.config.objective.reference_cache
         stored = self.objective.stored_entries if is_stored else ()
-        return {**self.objective.added_entries, **dict.fromkeys(stored, Entry())}
+        return {**self.objective.added_entries, **dict.fromkeys(stored, BatchEntry())}
 
     @property
     def loss_names(self) -> list[str]:

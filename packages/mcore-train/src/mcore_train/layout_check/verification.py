@@ -33,8 +33,8 @@ from mcore_train.layout_check.certificate import (
     BANDS,
     Certificate,
     Line,
-    compare,
     compare_rounded,
+    compare_trials,
     draw,
 )
 from mcore_train.layout_check.dropout_streams import noise_faults
@@ -116,7 +116,7 @@ def _certify(config: Verified, command: Command) -> Certificate | None:
             f"{error}\nThis is for {world_size} ranks, the fewest of this layout: give the "
             "run's number of ranks by --nproc."
         ) from error
-    return verify_here(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
+    return verify_on_host(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
 
 
 def check_verified(config: Verified, command: Command) -> None:
@@ -161,7 +161,7 @@ def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
     return build_plan(config, world_size, family)
 
 
-def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
+def verify_on_host(small: SmallRun, *, quiet: bool = False) -> Certificate:
     """Start the small run's ranks on this host's CPU and compare.
 
     Raises:
@@ -313,7 +313,7 @@ def _compare(
             ParallelContext.single(ctx.device),
         )
         oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step, start=starts[0])
-        lines = [*compare(exact, oracle, EXACT), *noise]
+        lines = [*compare_trials(exact, oracle, EXACT), *noise]
         lines.append(_reread(exact, oracle_plan, single, folder / "exact", torch.float64))
         few_bits = bool(plan.config.fp8.fp8_format or plan.config.experts.moe_dispatch_dtype)
         lone_plan = replace(alone(plan), train_iters=1 + (small.start == "run"))
