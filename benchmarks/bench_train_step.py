@@ -34,6 +34,7 @@ from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.adapter_bases import quantize_weights
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
+from mcore_train.options.recipe import to_flags
 from mcore_train.reporting.kernel_split import device_kernels, heaviest, split_ms
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
@@ -146,6 +147,12 @@ def planned_gib(program: str, flags: list[str], world_size: int) -> float:
     return float(build_report(config)["rank_total_gib"])
 
 
+def chosen_options(run: Run) -> dict[str, int]:
+    """Return what the run chose for --moe-wgrad-micro-batches auto, if it had to choose."""
+    chosen = run.plan.expert_wgrads
+    return {"moe_wgrad_micro_batches": chosen.num_together} if chosen else {}
+
+
 def report(
     options: argparse.Namespace, flags: list[str], run: Run, times: list[float], split: dict
 ) -> None:
@@ -178,7 +185,13 @@ def report(
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
         **({"tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1)} if has_formula else {}),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib(options.program, flags, plan.world_size), 2),
+        "planned_gib": round(
+            planned_gib(
+                options.program, [*flags, *to_flags(chosen_options(run))], plan.world_size
+            ),
+            2,
+        ),
+        **chosen_options(run),
         "split_ms": split,
     }
     keep(options, row)

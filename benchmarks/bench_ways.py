@@ -23,7 +23,13 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
-from bench_train_step import device_fills, planned_gib, profile_steps, random_batches
+from bench_train_step import (
+    chosen_options,
+    device_fills,
+    planned_gib,
+    profile_steps,
+    random_batches,
+)
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.flops import flops_per_token
@@ -33,6 +39,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run, assemble
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
+from mcore_train.options.recipe import to_flags
 from mcore_train.resolution import Plan, resolve
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
@@ -142,7 +149,10 @@ def train(
         **quantiles(times, "step_ms", 2),
         **_rates(run, times),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib("gpt", flags, plan.world_size), 2),
+        "planned_gib": round(
+            planned_gib("gpt", [*flags, *to_flags(chosen_options(run))], plan.world_size), 2
+        ),
+        **chosen_options(run),
         **({"split_ms": split} if split else {}),
         "losses": [loss.item() for loss in losses],
     }

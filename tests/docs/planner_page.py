@@ -19,6 +19,7 @@ from house.sources import ROOT
 
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
+from mcore_train.planning.expert_wgrads import with_number
 from mcore_train.planning.memory import GIB, predict_memory
 from mcore_train.planning.step_time import predict_step
 from mcore_train.planning.system import SYSTEMS, System
@@ -344,6 +345,8 @@ def _compare(
     command = FAMILY_COMMANDS[program]
     words = shlex.split(flags.replace("recipes/", f"{ROOT}/recipes/"))
     config = parse(words, f"mcore-train {program}", command.run, command.beginning)
+    if number := entry.get("moe_wgrad_micro_batches"):  # what the run chose by itself
+        config = with_number(config, number)
     gpus = entry.get("num_gpus") or table.get("num_gpus") or 1
     vocab_size = config.tokenizer.vocab_size
     system = _system(table, entry)
