@@ -220,9 +220,9 @@ MISSES: Sequence[tuple[str, Place | None, str]] = (
         _EXPERTS,
         """Weight gradients of four micro-batches in one GEMM (`--moe-wgrad-micro-batches 4`)
         make a step of one GPU 1.14 times as fast; they were not run on four. There an expert
-        has four times the rows, fixed numbers of rows are kept whole, and the planner expects 1 %
-        for 42 GiB, so `auto` stays at 1. It expects 5 % of `--micro-batch-size 2` and 8 % of
-        4, which halve and quarter exchanges and main-gradient traffic without copies.""",
+        has four times the rows, fixed numbers of rows are kept whole, and the planner expects
+        1 % for 42 GiB, so `auto` stays at 1. It expects 5 % of `--micro-batch-size 2` and 8 %
+        of 4, which halve and quarter exchanges and main-gradient traffic without copies.""",
     ),
     (
         "fp8 experts over bf16, whole step: 1.20 (Qwen3-30B-A3B) and 1.25 (Mixtral)",
