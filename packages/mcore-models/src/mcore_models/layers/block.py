@@ -105,7 +105,7 @@ class TransformerBlock(ResidualBlock):
             one kernel.
         """
         if rows is not None:
-            stream = self._run_mixers(stream, inputs, slice(-1)).taken(rows)
+            stream = self._run_mixers(stream, inputs, slice(-1)).select_rows(rows)
             return self._scale_output(self._run_mixers(stream, inputs, slice(-1, None)))
         return self._scale_output(self._run_mixers(stream, inputs))
 
