@@ -20,6 +20,9 @@ from mcore_ckpt.families.moe.deepseek_v3 import LATENT, SIGMOID_EXPERTS, latent_
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 
+_PADDING = 163839
+"""Padding token of transformers' config if config.json names none; outside of a smaller
+vocabulary transformers refuses it."""
 _MIXERS = {"linear_attention": "K", "full_attention": "*"}
 _HALVES = {"dense": "-", "sparse": "E"}
 _SIZES = {
@@ -104,6 +107,8 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
     dense = sum("-" in layer for layer in layers)
     if all("-" in layer for layer in layers[:dense]):
         fields["first_k_dense_replace"] = dense
+    if description["vocab_size"] <= _PADDING:
+        fields["pad_token_id"] = None
     return fields
 
 
