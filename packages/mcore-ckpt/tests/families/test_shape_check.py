@@ -264,6 +264,18 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
             check_shapes(other, known)
 
 
+def test_a_kimi_linear_is_written_as_transformers_and_as_engines_read_it():
+    theirs = find_family("kimi_linear").to_theirs(described("kimi_linear"))
+    assert theirs["layer_types"] == ["linear_attention", "full_attention"]
+    assert theirs["mlp_layer_types"] == ["dense", "sparse"]
+    released = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
+    released |= {"kda_layers": [1], "full_attn_layers": [2]}
+    assert theirs["linear_attn_config"] == released
+    assert theirs["first_k_dense_replace"] == 1
+    # The default of transformers, 163839, is outside of this vocabulary.
+    assert theirs["pad_token_id"] is None
+
+
 def test_a_family_of_someone_elses_says_nothing_about_shapes():
     entries = {"embedding.weight": TensorEntry((3, 4), "F32", ())}
     check_shapes({"family": "theirs", "vocab_size": 9, "config": {}}, entries)
