@@ -409,6 +409,8 @@ def test_weight_gradients_of_experts_are_added_together_where_it_pays_and_fits(
     assert reason in chosen.reason
     explicit = with_number(config, 2 if number != 2 else 1)
     assert choose_expert_wgrads(explicit, *run, limit_gib * GIB) is None
+    of_a_program = replace(GPT_FAMILY, name="mine"), *run[1:]
+    assert choose_expert_wgrads(config, *of_a_program, limit_gib * GIB).num_together == 1
 
 
 def test_a_plan_has_the_time_and_memory_of_the_weight_gradients_that_a_run_chooses():

@@ -110,6 +110,7 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
     placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    placements |= {"post": "of the stream before"}
     where = placements[config.norm_placement]
     parallel = {
         "off": "",
@@ -124,12 +125,16 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             gate = "gated " if is_gated(config) else ""
             width = ffn_size(layer_config(config, layer))
             yield f"mlp  {width:,} wide, {gate}{activation(config)}"
-        elif mixer == "delta_net":
+        elif mixer in ("delta_net", "kda"):
             keys, values = config.linear_num_key_heads, config.linear_num_value_heads
             widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"
-            yield f"gated delta net  {keys} key and {values} value heads of {widths}"
+            kind = "gated delta net" if mixer == "delta_net" else "Kimi Delta Attention"
+            yield f"{kind}  {keys} key and {values} value heads of {widths}"
         elif mixer == "short_conv":
             yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
+        elif mixer == "lightning":
+            heads = config.num_attention_heads
+            yield f"lightning attention  {heads} heads of {head_dim(config)}"
         elif mixer == "layer_input":
             yield f"per-layer embedding  {config.per_layer_embedding_size} wide"
         elif mixer == "moe":

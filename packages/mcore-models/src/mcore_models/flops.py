@@ -148,8 +148,10 @@ def model_flops(
     # A token writes and reads each element of a Mamba state once.
     num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
+    # So does a token of lightning attention, whose state has H x H elements for each head.
+    states += sum("lightning" in names for names in mixers) * N * head_dim(config) ** 2
     # A token reads by key, writes, and reads by query each element of a delta net's state.
-    num_nets = sum("delta_net" in names for names in mixers)
+    num_nets = sum(bool({"delta_net", "kda"} & {*names}) for names in mixers)
     memories = num_nets * delta_sizes(config).values * config.linear_key_head_dim
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
     tokens = sum(seq_lengths)
@@ -473,7 +475,14 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         "delta_net": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
+        # The same, with decays of channels, and without the products, which are recomputed.
+        "kda": 2 * (2 * delta.keys + delta.values)
+        + 2 * delta.value_heads * 9 * config.linear_key_head_dim
+        + 10 * delta.values,
         # B, C and x, the gated input, and the convolution's output before and after the gate.
         "short_conv": 6 * config.hidden_size,
+        # Queries, keys, values and gate, the first three also before SiLU, the state's output,
+        # and the normed output, which is float32 before it is rounded.
+        "lightning": 11 * N * head_dim(config),
         "layer_input": 3 * config.per_layer_embedding_size,
     }

@@ -118,7 +118,9 @@ def test_waits_inside_fully_shard_are_communication(tmp_path):
 def slow_fully_shard(folder):
     """Return the rows, and how long the collectives of one step slept."""
     names, num_calls = ("all_gather_into_tensor", "reduce_scatter_tensor"), 0
-    originals = {name: getattr(dist, name) for name in names}
+    # Those that fully_shard calls from torch 2.15 on.
+    names += ("all_gather_single", "reduce_scatter_single")
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def slow(original):
         def call(*arguments, **options):

@@ -366,9 +366,10 @@ def _newton_schulz_s(
 
     All ranks of a pipeline stage share the stage's matrices by their cost, and no matrix is
     split; under ``--muon-tp-mode duplicated`` all tensor ranks compute the same matrices. For
-    8 layers of Llama-3-8B on an H200 the whole update takes 325 ms, and 272 ms by this estimate
-    and that of the other weights: the products reach 540 TFLOP/s, less than a layer's GEMMs
-    (``optimizers-llama-3-8b-8-layers-h200``).
+    8 layers of Llama-3-8B on an H200 the whole update takes 270 ms, and 272 ms by this estimate
+    and that of the other weights (``optimizers-muon-symmetric-h200``). The estimate counts
+    whole products at a GEMM's rate; quack's kernel computes half of each symmetric product,
+    and all products are slower than that rate. Without quack the update takes 322 ms.
     """
     experts = without_exchange(config.experts)
     shapes = _matrices(family, config.model, vocab_size, experts, optimizer_choice(config))
