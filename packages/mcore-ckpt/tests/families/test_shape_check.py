@@ -148,7 +148,7 @@ CONFIGS = {
     | {"num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
     | {"linear_num_heads": 3, "linear_head_dim": 5, "linear_conv_kernel_dim": 3}
     | {"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 2}
-    | {"moe_intermediate_size": 8, "num_expert_group": 1, "topk_group": 1},
+    | {"moe_intermediate_size": 8},
     "lfm2": ROPE | HEADS | {"conv_L_cache": 4} | CONVS,
     "lfm2_moe": ROPE
     | HEADS

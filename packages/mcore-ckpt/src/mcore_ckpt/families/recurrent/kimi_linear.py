@@ -14,7 +14,6 @@ from mcore_ckpt.families.common.decoder import (
     around,
     gated_rules,
     pair,
-    tied_copies,
 )
 from mcore_ckpt.families.common.fields import Fields, expert_setting, setting
 from mcore_ckpt.families.moe.deepseek_v3 import LATENT, SIGMOID_EXPERTS, latent_rules
@@ -149,13 +148,15 @@ def _table(description: Description) -> Table:
         ),
         *gated_rules("moe.experts.*.", f"{moe}experts.*.", layers_of["E"], ("w1", "w3", "w2")),
     ]
-    if expert_setting(description, "moe_shared_expert_intermediate_size"):
+    has_shared = bool(expert_setting(description, "moe_shared_expert_intermediate_size"))
+    if has_shared:
         rules += gated_rules("moe.shared.", f"{moe}shared_experts.", layers_of["E"])
     return Table(
         around(description, rules),
         len(layers),
         expert_setting(description, "num_experts"),
-        copies=tied_copies(description),
+        # transformers stores shared experts of width 0.
+        droppable=() if has_shared else ("*.shared_experts.*",),
     )
 
 
@@ -172,6 +173,8 @@ FAMILY = Decoder(
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "position_embedding_type": "none",
+        # transformers stores both tables, whatever tie_word_embeddings is.
+        "untie_embeddings_and_output_weights": True,
     },
     rotates=False,
     field_names={
