@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -306,6 +307,21 @@ def test_constants_of_a_system_come_back_from_their_file(tmp_path: Path):
 def test_what_cannot_be_planned_is_refused(flags: str, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         text_of(f"--model llama-3-8b --gpus 8 --micro-batch-size 1 --top 1 {flags}")
+
+
+def test_one_host_is_planned_within_five_seconds_of_one_core():
+    flags = "--model llama-3-8b --gpus 8 --gpu h200 --seq-length 8192 --top 5"
+    began_s = time.process_time()
+    run_plan(flags.split())
+    assert time.process_time() - began_s < 5
+
+
+@pytest.mark.slow  # 20 s of one core
+def test_a_thousand_ranks_are_planned_within_sixty_seconds_of_one_core():
+    flags = "--model qwen3-235b-a22b --gpus 1024 --gpu h100 --seq-length 4096"
+    began_s = time.process_time()
+    run_plan(flags.split())
+    assert time.process_time() - began_s < 60
 
 
 def test_the_documents_table_is_checked_and_bettered():
