@@ -459,7 +459,7 @@ def page(rows: list[Comparison]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for title, chosen in (
-        ("all that time today's code", compared),
+        ("all but the rows of replaced code", compared),
         ("without the outliers below", plain),
         ("held out: no constant was set from their files", held),
         ("all, with the rows of replaced code", rows),
