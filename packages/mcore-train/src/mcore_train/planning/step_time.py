@@ -90,7 +90,11 @@ def predict_step(
                 layers[kind][part] += seconds * count / shape.num_layers
     main = _tokens(config, "decoder" if is_t5(config) else "")
     embedding, head = head_work(config, main.own, vocab_size, system)
-    for layer, count in shape.further:
+    # A layout places layers of multi-token prediction (m) on a stage, where ``step_times``
+    # counts them as mean layers; otherwise they are computed with the loss.
+    layout = config.pipeline.pipeline_model_parallel_layout
+    placed = config.model.mtp_num_layers if pp > 1 and "m" in layout else 0
+    for layer, count in () if placed else shape.further:
         for kind, parts in layer_work(layer, config, main, system, num_microbatches).items():
             for part, seconds in parts.items():
                 head[kind][part] += seconds * count
@@ -124,7 +128,8 @@ def predict_step(
         micro_batch_s = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
         bubble = bubble_formula(config, pp, num_microbatches)
         schedule_s = num_microbatches * micro_batch_s * (1 + bubble) + num_microbatches * ends
-    parts = _mean_parts(layers, embedding, head, shape.num_layers / pp, pp, num_microbatches)
+    mean_layers = (shape.num_layers + placed) / pp
+    parts = _mean_parts(layers, embedding, head, mean_layers, pp, num_microbatches)
     idle = max(0.0, schedule_s - sum(parts.values()))
     parts["bubble" if pp > 1 else "host"] = idle
     num_offloaded = config.offloading.cpu_offloading_num_layers
