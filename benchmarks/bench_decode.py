@@ -20,6 +20,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from reporting import add_options, keep, quantiles, versions
@@ -88,11 +89,10 @@ def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
     for batch in options.batches:
         row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
         say(batch, row["cases"][f"batch {batch}"], flush=True)
-    most_rows = whole_step.MOST_ROWS
-    for batch in (b for b in options.batches if options.by_layers and b <= most_rows):
-        whole_step.MOST_ROWS = 0
-        row["cases"][f"batch {batch} by layers"] = measure(model, options, batch, vocab)
-        whole_step.MOST_ROWS = most_rows
+    small = [b for b in options.batches if options.by_layers and b <= whole_step.MOST_ROWS]
+    for batch in small:
+        with patch.object(whole_step, "MOST_ROWS", 0):
+            row["cases"][f"batch {batch} by layers"] = measure(model, options, batch, vocab)
         say("by layers", batch, row["cases"][f"batch {batch} by layers"], flush=True)
     if options.offline:
         row["cases"]["offline"] = measure_offline(model, options, vocab)
