@@ -154,7 +154,12 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
     words |= {"delta_net": "delta net", "short_conv": "short convolution"}
     words |= {"layer_input": "vector of the layer"}
     return [
-        tuple(words.get(name) or _positioned(config, layer) for name in names)
+        tuple(
+            _positioned(config, layer)
+            if name in ("attention", "mla")
+            else words.get(name, name.replace("_", " "))
+            for name in names
+        )
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
     ]
 
