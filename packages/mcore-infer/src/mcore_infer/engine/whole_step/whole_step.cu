@@ -596,7 +596,8 @@ DEVICE float2 receive(const u64* from, int stride, u32 exchange) {
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       is_complete &= words[r][0] >> 32 == exchange && words[r][1] >> 32 == exchange;
-    if (!is_complete && clock64() - begin > PATIENCE)
+    // One thread has less patience, and ends the kernel for all: mostly one line is printed.
+    if (!is_complete && clock64() - begin > PATIENCE * (thread() || blockIdx.x ? 2 : 1))
       __assertfail("partial sums of another tensor rank arrive", "whole_step.cu", __LINE__,
                    "receive", 1);
   }
