@@ -265,7 +265,10 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
 
 
 def test_a_kimi_linear_is_written_as_transformers_and_as_engines_read_it():
-    theirs = find_family("kimi_linear").to_theirs(described("kimi_linear"))
+    family = find_family("kimi_linear")
+    dense = described("kimi_linear", mlp_layer_types=["dense", "dense"])
+    assert family.to_ours(family.to_theirs(dense)) == dense
+    theirs = family.to_theirs(described("kimi_linear"))
     assert theirs["layer_types"] == ["linear_attention", "full_attention"]
     assert theirs["mlp_layer_types"] == ["dense", "sparse"]
     released = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
