@@ -52,11 +52,6 @@ LEFT_OUT = """
 
 Transformers has these models. Each needs a kind of layer that no other family here has:
 
-- **Gemma 3n** (`gemma3n_text`): four residual streams, which a small router predicts before
-  each layer and corrects after it (AltUp). All that passes between layers, pipeline stages
-  and recomputed groups would have another shape. Also missing: a branch of low rank beside
-  attention (LAuReL), and activations cut at a quantile of each token, over tensor ranks.
-  Vectors for each layer and shared keys exist, as in Gemma 4.
 - **MiniMax-Text-01 and M1** (`minimax`): linear attention with a fixed decay for each head,
   and a block whose residual stream is the normed one, times a factor. MiniMax-M2 has
   neither.
@@ -70,6 +65,10 @@ Of supported models:
   all heads to all keys of each query: without a sparse kernel that is a matrix of tokens by
   tokens for every head of a layer, more memory than dense training takes. With the indexer
   frozen, the model trains on the keys that it selects.
+- `gemma3n_text`: the first residual stream is the one that layers transform, and all layers are
+  equally wide, as released. Training does not bound the coefficients of AltUp
+  (`altup_coef_clip`, 120, copied). A layer that reads another layer's keys is on the same
+  pipeline stage.
 - `phimoe`: training chooses experts as inference does. The release sampled them, with a
   gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
   factors, as the release does; transformers 5.23 stays with the short ones.

@@ -283,6 +283,8 @@ def test_every_preset_has_the_published_number_of_parameters():
         "bamba-9b": 9.78,
         "qwen3-next-80b-a3b": 80,
         "deepseek-v3.2": 672,
+        "gemma-3n-e4b": 6.87,
+        "gemma-3n-e2b": 4.46,
         "gemma-4-31b": 30.7,
         "gemma-4-e2b": 2.3 + 2.35,  # without the vectors of the layers, and these
         "qwen3.5-27b": 27,

@@ -60,6 +60,7 @@ _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _NO_FP8 = Fp8Config()
+_ENDS = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_", "head.")
 _DELTA_CHUNK = 64  # ``kernels.delta.CHUNK``; that module needs torch
 
 
@@ -368,8 +369,7 @@ def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
         kind = "experts" if ".experts." in name else "layers"
-        ends = ("embedding", "position_embedding", "per_layer_embedding", "head")
-        if name.partition(".")[0] in ends:
+        if name.startswith(_ENDS):
             kind = "head" if name.startswith("head") else "embedding"
         counts[kind] += prod(shape)
     return counts
@@ -418,10 +418,11 @@ def _kept_elements(
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
         count = recomputing.recompute_num_layers
+        saved = max(1, config.altup_num_inputs) * tokens * D // stream
         if recomputing.recompute_method == "block":
-            kept = min(count, layers) * tokens * D // stream + max(0, layers - count) * layer
+            kept = min(count, layers) * saved + max(0, layers - count) * layer
         else:
-            kept = -(-layers // count) * tokens * D // stream + count * layer
+            kept = -(-layers // count) * saved + count * layer
     return kept
 
 
@@ -458,6 +459,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
+    streams = 3 * config.altup_num_inputs + 6 if config.altup_num_inputs else 0
     # Attention with a padding mask copies its inputs.
     copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
@@ -475,5 +477,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         + 10 * delta.values,
         # B, C and x, the gated input, and the convolution's output before and after the gate.
         "short_conv": 6 * config.hidden_size,
-        "layer_input": 3 * config.per_layer_embedding_size,
+        # With AltUp also streams before and after prediction and correction, outcome, error,
+        # input of the gate, and norms of router and LAuReL.
+        "layer_input": 3 * config.per_layer_embedding_size + streams * config.hidden_size,
     }

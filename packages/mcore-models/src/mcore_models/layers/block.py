@@ -10,9 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from mcore_models.layers.altup import AltUp, Laurel
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
@@ -208,7 +210,51 @@ class ParallelBlock(TransformerBlock):
         return False
 
 
+class AltUpBlock(TransformerBlock):
+    """Transformer layer on the first of several streams, by which it corrects all of them.
+
+    With x, the first stream of the prediction, and the branch of LAuReL:
+    ``x = (x + attention(n(x)) + laurel(n(x))) / sqrt(2)``, then ``x = x + mlp(m(x))``. The
+    layer's vector of each token is gated by the corrected x and added to the other streams.
+    """
+
+    def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
+        """Allocate this rank's share, see ``TransformerBlock``."""
+        super().__init__(setup, mixers)
+        self.altup = AltUp(setup)
+        self.laurel = Laurel(setup) if setup.config.laurel_rank else None
+
+    def forward(
+        self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
+    ) -> Residual:
+        """Transform the streams, ``[s, B, n * D]``; communicates as the mixers do."""
+        assert rows is None  # ends_with_mlp is False
+        n = self.altup.num_streams
+        predicted = self.altup.predict(stream.total().unflatten(-1, (n, -1)))
+        active = self._attend(Residual(predicted[..., 0, :], None, stream.aux), inputs)
+        active = self._run_mixers(active, inputs, slice(1, -1))
+        corrected = self.altup.correct(predicted, active.total())
+        first, others = corrected.split((1, n - 1), -2)
+        layer_input, (_, post_norm) = self._mixer(self.mixers[-1], inputs), self.norms[-1]
+        vector = layer_input(first.squeeze(-2) * self.altup.gating_scale)
+        vector = self.dropout(self._norm(post_norm)(vector)) * self.multiplier
+        streams = torch.cat([first, others + vector.unsqueeze(-2)], -2)
+        streams = streams.flatten(-2)  # [s, B, n, D] -> [s, B, n * D]
+        return self._scale_output(Residual(streams, None, active.aux))
+
+    def _attend(self, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Add attention and LAuReL, which read one norm, to a stream."""
+        if self.laurel is None:
+            return self._run_mixers(stream, inputs, slice(1))
+        laurel, attention = self.laurel, self._mixer(self.mixers[0], inputs)
+        norm, post_norm = map(self._norm, self.norms[0])
+        y, stream = self.mix(stream, norm, lambda x: post_norm(attention(x)) + laurel(x))
+        return Residual(self.add(stream, y).total() * 2**-0.5, None, stream.aux)
+
+
 def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
-    """Build a ``ParallelBlock`` or a ``TransformerBlock``, by ``--parallel-residual``."""
+    """Build the block of ``--parallel-residual`` and ``--altup-num-inputs``."""
+    if setup.config.altup_num_inputs:
+        return AltUpBlock(setup, mixers)
     is_parallel = setup.config.parallel_residual != "off"
     return (ParallelBlock if is_parallel else TransformerBlock)(setup, mixers)

@@ -153,8 +153,10 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
     words |= {"delta_net": "delta net", "short_conv": "short convolution"}
     words |= {"layer_input": "vector of the layer"}
+    shares = config.model.activation_sparsity_pattern
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
+        + ("sparse gates",) * (any(shares) and shares[layer] > 0)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
     ]
 
