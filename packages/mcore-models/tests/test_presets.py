@@ -55,6 +55,19 @@ DEEPSEEK = {
     "vocab_size": 129280,
 }
 PUBLISHED = {
+    "gemma-3n-e4b": {"model_type": "gemma3n_text", "rms_norm_eps": 1e-6},
+    "gemma-3n-e2b": {
+        "model_type": "gemma3n_text",
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        "intermediate_size": [8192] * 30,
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 10,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "vocab_size_per_layer_input": 262144,
+    },
     "gemma-2-9b": {
         "model_type": "gemma2",
         "head_dim": 256,
