@@ -24,7 +24,7 @@ from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.all_gather_attention import all_gather_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import ulysses_attention
@@ -97,7 +97,7 @@ def _attention(
         return on_rank
     if kind == "a2a":
         return partial(ulysses_attention, axis=axis, attention=on_rank)
-    by_blocks = ring_attention if kind == "p2p" else gathered_attention
+    by_blocks = ring_attention if kind == "p2p" else all_gather_attention
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return by_blocks(q, k, v, axis, blocks_for(q, v), documents)

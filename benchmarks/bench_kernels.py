@@ -27,7 +27,10 @@ from mcore_parallel.kernels.adam import adamw_update
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.kernels.fp8_cast import cast_by, largest_magnitude
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
-from mcore_parallel.tensor_parallel.linear_cross_entropy import CHUNK_TOKENS, head_loss
+from mcore_parallel.tensor_parallel.linear_cross_entropy import (
+    CHUNK_TOKENS,
+    linear_cross_entropy,
+)
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
 BF16 = torch.bfloat16
@@ -283,7 +286,7 @@ def head() -> Iterator[Case]:
     def both(chunk_tokens: int) -> None:
         grad_slot(weight).is_stale = True  # as after zero_grad
         options = {"vocab_size": V, "chunk_tokens": chunk_tokens}
-        total, _ = head_loss(x, weight, labels, weights, **options)
+        total, _ = linear_cross_entropy(x, weight, labels, weights, **options)
         total.backward()
         x.grad = None
 

@@ -1,4 +1,4 @@
-# Sourced by four_gpus.sh and one_gpu.sh: their options, and how a line is run and kept.
+# Sourced by many_gpus.sh and one_gpu.sh: their options, and how a line is run and kept.
 #
 # $world is set before; a line whose JSON is in the folder already is left out, so that several
 # calls of ten minutes go through the list; one that fails is named and the next one begins. PY

@@ -5,9 +5,9 @@
 Llama-3-8B geometry, data parallel with its sharded optimizer, both overlaps, native fused
 loss and fused attention, no fusion of gradient accumulation (that needs apex), garbage
 collected by hand. Needs megatron-core and transformer-engine; nothing here uses mcore.
-Where a host has a second cuDNN, put torch's, site-packages/nvidia/cudnn/lib, first on
-LD_LIBRARY_PATH, as four_gpus.sh does: Transformer Engine takes the one under /usr/local/cuda
-first, and then torch refuses it, or attention is not fused. CUDNN_HOME alone did not help.
+Where a host has a second cuDNN, set CUDNN_HOME to torch's, site-packages/nvidia/cudnn, and put
+its lib first on LD_LIBRARY_PATH, as many_gpus.sh does: otherwise Transformer Engine takes the
+system's, and torch refuses it, or attention is not fused. One of the two alone did not help.
 Rank 0 prints one JSON line with the keys of bench_train_step.
 """
 
@@ -70,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=32)
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches a step")
+    parser.add_argument("--fp8-recipe", choices=("delayed", "tensorwise"), help="fp8 GEMMs")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path, default=None)
@@ -99,6 +100,8 @@ def _build(options: argparse.Namespace):
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="native",
         attention_backend=AttnBackend.fused,
+        fp8="hybrid" if options.fp8_recipe else None,
+        fp8_recipe=options.fp8_recipe or "delayed",
     )
     model = GPTModel(
         config,
@@ -190,13 +193,15 @@ def _report(options: argparse.Namespace, times: list[float]) -> None:
     flops = 6 * weights + attention
     rate = options.accumulate * options.seq_length / ms * 1e3
     row = {
-        "name": f"megatron-core-{options.num_layers}-layers-dp{dist.get_world_size()}",
+        "name": f"megatron-core-{options.num_layers}-layers-dp{dist.get_world_size()}"
+        + (f"-fp8-{options.fp8_recipe}" if options.fp8_recipe else ""),
         "device": torch.cuda.get_device_name(),
         "num_gpus": dist.get_world_size(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "megatron_core": megatron_version,
         "transformer_engine": version("transformer_engine"),
+        "fp8_recipe": options.fp8_recipe,
         "warmup": options.warmup,
         "steps": options.steps,
         "micro_batches": options.accumulate,

@@ -1,15 +1,26 @@
-"""Config dataclasses: frozen, documented, never Optional, one owner for each flag."""
+"""Config dataclasses: frozen, documented, never Optional; a flag has one owner and is read."""
 
 import ast
 import re
+from collections.abc import Collection, Iterable
 
 import pytest
 from house.flags import config_classes, config_sources, dataclass_decorator, fields
-from house.sources import Source, parse
+from house.sources import Source, all_sources, parse
 
 _DECORATOR = {"frozen", "kw_only", "slots"}
 _OF_SEVERAL_COMMANDS = {"overwrite"}
 """Fields of commands that share no config, with one meaning: replace what an output holds."""
+
+_READ_OTHERWISE = {
+    **dict.fromkeys(
+        [f"fim_{role}_token" for role in ("prefix", "middle", "suffix", "pad")],
+        "datasets/fim.py composes the name",
+    ),
+    "non_persistent_ckpt_type": "has one choice",
+    "reproduce_table": "is looked for among the words of the command",
+}
+"""Options that no code names, and why."""
 
 
 def faults(source: Source) -> list[str]:
@@ -55,6 +66,21 @@ def owners(sources: list[Source]) -> dict[str, list[str]]:
     return found
 
 
+def unread(
+    names: Iterable[str], sources: Iterable[Source], otherwise: Collection[str] = ()
+) -> list[str]:
+    """Return a sentence on each option that no code reads, by attribute or quoted name."""
+    read = set(otherwise)
+    for source in sources:
+        read.update(re.findall(r"\.(\w+)", source.text))
+        if not source.is_config:
+            read.update(re.findall(r"[\"'](\w+)[\"']", source.text))
+    return [
+        f"no code reads the option {name}: read it, or take it out."
+        for name in sorted(set(names) - read)
+    ]
+
+
 @pytest.mark.parametrize("source", config_sources(), ids=lambda s: s.name.split("/")[0])
 def test_configs_are_frozen_documented_and_never_optional(source):
     assert faults(source) == []
@@ -63,6 +89,11 @@ def test_configs_are_frozen_documented_and_never_optional(source):
 def test_each_flag_has_one_owner():
     shared = {name for name, where in owners(config_sources()).items() if len(where) > 1}
     assert shared == _OF_SEVERAL_COMMANDS
+
+
+def test_each_option_is_read():
+    found = unread(owners(config_sources()), all_sources(), _READ_OTHERWISE)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +129,10 @@ def test_the_owner_rule_sees_a_flag_with_two_homes():
     one = parse("@dataclass\nclass A:\n    lr: float = 1.0", "a/config.py")
     two = parse("@dataclass\nclass B:\n    lr: float = 2.0", "b/config.py")
     assert owners([one, two]) == {"lr": ["a/config.py:A", "b/config.py:B"]}
+
+
+def test_the_reading_rule_sees_an_option_that_no_code_reads():
+    config = parse("dropout_rate: float = 0.0", "mcore_x/config.py")
+    reader = parse("x = config.gain * table['scale']")
+    wanted = "no code reads the option dropout_rate: read it, or take it out."
+    assert unread(["dropout_rate", "gain", "scale"], [config, reader]) == [wanted]

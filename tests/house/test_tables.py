@@ -22,7 +22,6 @@ from mcore_infer.config import InferenceConfig, SamplingConfig, ServerConfig
 from mcore_infer.quantization.options import QuantizeConfig
 from mcore_models.building.initialization import initial_std
 from mcore_models.config import TransformerConfig
-from mcore_models.counting import CountOptions
 from mcore_models.flops import rank_bytes
 from mcore_models.layer_patterns import PATTERN_MIXERS
 from mcore_models.layers.mixers import MIXERS
@@ -59,7 +58,6 @@ def optimizer_faults(
     options: dict[str, str],
     parts: dict[str, str],
     layout_test: str,
-    counted: Collection[str],
     state_bytes: dict[str, tuple[int, int]],
 ) -> list[str]:
     """Say what an optimizer lacks.
@@ -70,7 +68,6 @@ def optimizer_faults(
         options: classes in optimizers/config.py, by name.
         parts: class of each part of ``TrainConfig``.
         layout_test: text of the test that verifies optimizers over layouts.
-        counted: choices of ``mcore-models count --optimizer``.
         state_bytes: of one weight by rule, as the rule keeps them and as plans count them.
     """
     found = [
@@ -79,7 +76,8 @@ def optimizer_faults(
         for name in sorted(set(choices) - set(rules))
     ]
     found += [
-        f"rule {name} is no choice: add it to --optimizer in mcore_train/config.py."
+        f"rule {name} is no choice: add it to OptimizerName in "
+        "mcore_parallel/optimizers/config.py."
         for name in sorted(set(rules) - set(choices))
     ]
     found += [  # every run of tests/frozen is one of adam
@@ -89,13 +87,8 @@ def optimizer_faults(
         if f'"optimizer": "{name}"' not in layout_test
     ]
     found += [
-        f"--optimizer {name} is not counted: add it to CountOptions in "
-        "mcore_models/counting.py."
-        for name in sorted(set(choices) - set(counted))
-    ]
-    found += [
         f"--optimizer {name} keeps {kept} bytes of each weight, and plans count {planned}: "
-        "correct OptimizerChoice.element_bytes in mcore_models/memory_changes.py."
+        "correct NUM_MOMENTS in mcore_parallel/optimizers/config.py."
         for name, (kept, planned) in state_bytes.items()
         if kept != planned
     ]
@@ -124,7 +117,6 @@ def test_an_optimizer_has_a_choice_a_rule_and_options_that_are_refused_without_i
     parts = {name: kind.__name__ for name, kind in get_type_hints(TrainConfig).items()}
     choices = get_args(get_type_hints(OptimizerConfig)["optimizer"])
     layout_test = (ROOT / "tests/parity/test_optimizers.py").read_text()
-    counted = get_args(get_type_hints(CountOptions)["optimizer"])
     configs = {
         name: kind() for name, kind in get_type_hints(TrainConfig).items() if name in choices
     }
@@ -132,11 +124,12 @@ def test_an_optimizer_has_a_choice_a_rule_and_options_that_are_refused_without_i
     for name, build in OPTIMIZERS.items():
         moments = build(cast(TrainConfig, SimpleNamespace(**configs))).moments
         kept = sum({"fp32": 4, "bf16": 2}[dtype] for dtype in moments.values())
-        in_matrix = name in optimizer_options.MATRIX_OPTIMIZERS
-        state_bytes[name] = kept, OptimizerChoice(name=name).element_bytes(in_matrix=in_matrix)
-    faults = optimizer_faults(
-        choices, OPTIMIZERS, options, parts, layout_test, counted, state_bytes
-    )
+        planned = 0
+        if name in optimizer_options.NUM_MOMENTS:
+            in_matrix = name in optimizer_options.MATRIX_OPTIMIZERS
+            planned = OptimizerChoice(name=name).element_bytes(in_matrix=in_matrix)
+        state_bytes[name] = kept, planned
+    faults = optimizer_faults(choices, OPTIMIZERS, options, parts, layout_test, state_bytes)
     assert not faults, "\n".join(faults)
     for name, kind in get_type_hints(TrainConfig).items():
         if name in choices:
@@ -152,13 +145,12 @@ def test_what_an_optimizer_lacks_is_said_in_one_sentence():
     layout_test = '{"optimizer": "sgd"}'
     state_bytes = {"sgd": (4, 4), "lion": (4, 8)}
     found = optimizer_faults(
-        ["sgd", "lion"], ["sgd", "muon"], options, parts, layout_test, ["sgd"], state_bytes
+        ["sgd", "lion"], ["sgd", "muon"], options, parts, layout_test, state_bytes
     )
     assert [line.partition(":")[0] for line in found] == [
         "--optimizer lion has no rule",
         "rule muon is no choice",
         "--optimizer lion is not verified over layouts",
-        "--optimizer lion is not counted",
         "--optimizer lion keeps 4 bytes of each weight, and plans count 8",
         (
             "part the_lion of TrainConfig is no choice of --optimizer, so nothing refuses its "

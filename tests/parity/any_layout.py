@@ -18,7 +18,7 @@ from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.composition import compose, field_types
-from mcore_train.layout_check.certificate import compare
+from mcore_train.layout_check.certificate import compare_trials
 from mcore_train.layout_check.rows import build_rows
 from mcore_train.layout_check.trial import run_trial
 from mcore_train.layout_check.verification import alone
@@ -269,7 +269,7 @@ def failures_of(cases: list[Draw]) -> list[list[str]] | None:
         trial = run_trial(plan, ctx, build_rows(plan))
         ctx.destroy()
         if rank == 0:
-            lines = [line for line in compare(trial, known[number]) if not line.passed]
+            lines = [line for line in compare_trials(trial, known[number]) if not line.passed]
             found.append([f"{line.what} {line.worst} {line.error:.2e}" for line in lines])
     return found if rank == 0 else None
 

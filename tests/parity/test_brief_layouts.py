@@ -9,7 +9,7 @@ import pytest
 from parity.brief import Brief, train_all
 from warm_ranks import run_ranks
 
-from mcore_train.layout_check.certificate import compare
+from mcore_train.layout_check.certificate import compare_trials
 
 
 def cp(size, kind="", **flags):
@@ -189,7 +189,7 @@ def test_a_layout_trains_as_one_rank_does(name):
     case = CASES[name]
     found = outcomes(case.world_size, name in LONG)[name]
     oracle = one_rank(case.num_layers, case.sparse, case.rows)
-    assert [line for line in compare(found, oracle) if not line.passed] == []
+    assert [line for line in compare_trials(found, oracle) if not line.passed] == []
 
 
 def test_packing_and_lengths_change_what_is_learned():

@@ -5,7 +5,7 @@ from parity.case import FP8, NUM_STEPS, SAVED_STEP, build_case, load_from, train
 from warm_ranks import run_ranks
 
 from mcore_train.batches.micro_batches import train_batches
-from mcore_train.layout_check.certificate import compare
+from mcore_train.layout_check.certificate import compare_trials
 
 BAND = 5e-3
 """Of a loss: a product of this size is 4 % off in fp8, and the residual stream is not."""
@@ -19,7 +19,7 @@ BAND = 5e-3
     ],
 )
 def test_a_layout_trains_in_fp8_as_one_rank_does(fp8, name):
-    assert [line for line in compare(fp8[name], fp8["one"]) if not line.passed] == []
+    assert [line for line in compare_trials(fp8[name], fp8["one"]) if not line.passed] == []
     assert fp8[name].resumed == fp8[name].final
 
 
@@ -34,7 +34,7 @@ def test_a_layout_trains_in_fp8_as_one_rank_does(fp8, name):
     ],
 )
 def test_a_layout_trains_by_another_recipe_as_one_rank_does(fp8, recipe, layout):
-    assert [line for line in compare(fp8[layout], fp8[recipe]) if not line.passed] == []
+    assert [line for line in compare_trials(fp8[layout], fp8[recipe]) if not line.passed] == []
     assert fp8[layout].resumed == fp8[layout].final
     assert fp8[recipe].resumed == fp8[recipe].final
     assert fp8[recipe].losses[1:] != fp8["one"].losses[1:]

@@ -6,7 +6,7 @@ The comparison is that of ``mcore-train verify``; AdamW in float64 is held to 1e
 import pytest
 from parity.case import DENSE, LONG, SPARSE
 
-from mcore_train.layout_check.certificate import compare
+from mcore_train.layout_check.certificate import compare_trials
 
 
 def marked(name):
@@ -14,7 +14,7 @@ def marked(name):
 
 
 def failures(outcome, oracle):
-    return [line for line in compare(outcome, oracle) if not line.passed]
+    return [line for line in compare_trials(outcome, oracle) if not line.passed]
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in DENSE if name != "one"])

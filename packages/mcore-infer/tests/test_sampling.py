@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
+from mcore_infer import NewToken, SamplingConfig, TokenRules, filter_logits, sample
 from mcore_infer.engine.sampling import penalized
 from mcore_infer.writing.sequence import RunningSequence, TextRequest
 from mcore_models.kernels.batch_invariant import token_log_probs
@@ -15,7 +15,7 @@ PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
 
 
 def kept(logits, **fields):
-    return (filtered(logits, SamplingConfig(**fields)) > -torch.inf).sum(-1).tolist()
+    return (filter_logits(logits, SamplingConfig(**fields)) > -torch.inf).sum(-1).tolist()
 
 
 def test_tokens_that_tie_with_the_kth_all_stay():
@@ -37,7 +37,7 @@ def test_top_p_of_one_keeps_all():
 
 
 def test_temperature_comes_before_the_cut():
-    prob = filtered(PROBS.log(), SamplingConfig(top_p=0.6, temperature=2.0)).softmax(-1)
+    prob = filter_logits(PROBS.log(), SamplingConfig(top_p=0.6, temperature=2.0)).softmax(-1)
     assert prob[0, :2].tolist() == pytest.approx([0.5635, 0.4365], abs=5e-5)
     assert prob[0, 2:].sum() == 0
 
@@ -51,8 +51,10 @@ def test_top_p_counts_the_probability_that_top_k_left():
 
 def test_order_of_the_vocabulary_does_not_matter():
     order = torch.tensor([2, 0, 3, 1])
-    shuffled = filtered(PROBS.log()[:, order], SamplingConfig(top_p=0.6))
-    assert torch.equal(shuffled, filtered(PROBS.log(), SamplingConfig(top_p=0.6))[:, order])
+    shuffled = filter_logits(PROBS.log()[:, order], SamplingConfig(top_p=0.6))
+    assert torch.equal(
+        shuffled, filter_logits(PROBS.log(), SamplingConfig(top_p=0.6))[:, order]
+    )
 
 
 def test_greedy_is_top_k_one_whatever_the_draw_and_temperature():
@@ -63,7 +65,7 @@ def test_greedy_is_top_k_one_whatever_the_draw_and_temperature():
 
 def test_more_than_the_vocabulary_cannot_be_kept():
     with pytest.raises(ValueError, match="--top-k 5 exceeds the vocabulary of 4"):
-        filtered(PROBS, SamplingConfig(top_k=5))
+        filter_logits(PROBS, SamplingConfig(top_k=5))
 
 
 def test_draws_land_on_tokens_as_often_as_their_probability_says():
@@ -82,7 +84,7 @@ def test_no_draw_finds_a_token_that_was_cut_off(scores, draw, kind):
     sampling = SamplingConfig(**({}, {"top_k": 2}, {"top_p": 0.4})[kind])
     logits = torch.tensor([scores])
     (token,) = sample(logits, sampling, torch.tensor([draw], dtype=torch.float64)).tolist()
-    assert filtered(logits, sampling).softmax(-1)[0, token] > 0
+    assert filter_logits(logits, sampling).softmax(-1)[0, token] > 0
 
 
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])

@@ -333,6 +333,35 @@ def test_what_experts_keep_of_several_micro_batches_is_planned_as_it_was_measure
     assert more == 2 * 4096 * (3 * waits + 4 * copied)
 
 
+@pytest.mark.parametrize(
+    ("kind", "limit", "rows", "tokens"),
+    [
+        ("alltoall", 0.0, 8, 8),  # rows that were sent are read in order
+        ("allgather", 4.0, 32, 4),  # rows for the worst routing, from the tokens of all ranks
+        ("symmetric", 4.0, 32, 32),
+    ],
+)
+def test_rows_of_a_fixed_number_wait_for_the_sum_of_micro_batches(kind, limit, rows, tokens):
+    model = load_preset("qwen3-30b-a3b")
+    options = {"moe_token_dispatcher_type": kind, "moe_expert_rows_limit": limit}
+    one, two = (
+        rank_bytes(
+            replace(model.config, num_layers=20),
+            256,
+            ParallelConfig(expert_model_parallel_size=4),
+            world_size=4,
+            seq_length=4096,
+            moe=replace(model.moe, moe_wgrad_micro_batches=number, **options),
+            num_microbatches=8,
+        ).activations
+        for number in (1, 2)
+    )
+    waiting = 20 * (3 * rows * 768 + 2 * tokens * 2048)
+    copied = 2 * (2 * rows * 768 + tokens * 2048)
+    gradient = 2 * rows * 768 * (rows == 32)  # widest before, if rows are fixed
+    assert two - one == 2 * 4096 * (waiting + copied - max(gradient, 256))
+
+
 def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     model = load_preset("llama-3-8b")
     size = num_parameters(model.config, model.vocab_size)

@@ -19,9 +19,9 @@ from mcore_models.kernels.fused_blocks import (
     blocks_for,
 )
 from mcore_parallel import ParallelContext
-from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.all_gather_attention import all_gather_attention
 from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS
-from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces
+from mcore_parallel.context_parallel.packed_sequences import DocumentPieces, Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.launch.launcher import deterministic_algorithms
 from mcore_parallel.mesh import SINGLE
@@ -94,7 +94,7 @@ DOCUMENTS = Documents([[0, 1, 100, 260, 512], [0, 333, 512]])
         (4, 2, 256, "flash"),
     ],
 )
-@pytest.mark.parametrize("attention", [ring_attention, gathered_attention])
+@pytest.mark.parametrize("attention", [ring_attention, all_gather_attention])
 def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents, blocks):
     tensors = inputs(512, 512, N, G, H, torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in tensors]
@@ -112,7 +112,7 @@ def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents, blocks):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("pieces", [None, Pieces([0, 300])], ids=["dense", "packed"])
+@pytest.mark.parametrize("pieces", [None, DocumentPieces([0, 300])], ids=["dense", "packed"])
 @pytest.mark.parametrize("blocks", [CUDNN_BLOCKS, FLASH_BLOCKS], ids=["cudnn", "flash"])
 def test_a_fused_block_tells_the_log_sum_exp_and_takes_that_of_all_blocks(
     blocks, causal, pieces

@@ -20,13 +20,13 @@ from mcore_parallel.sharding import (
     named_shards,
     replicated,
     shards_of,
-    sliced,
+    sliced_layout,
     undeclared_parameters,
-    whole,
+    whole_layout,
 )
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -155,7 +155,7 @@ def test_neighbouring_ranges_share_nothing_and_miss_nothing(description, data):
 
 
 def test_a_range_over_fused_qkv_crosses_three_logical_tensors():
-    outputs = (Output("q", 4), Output("k", 2), Output("v", 2))
+    outputs = (LinearOutput("q", 4), LinearOutput("k", 2), LinearOutput("v", 2))
     layer = ColumnParallelLinear(3, outputs, bias=True)
     layer.weight.data = torch.arange(24.0).view(8, 3)
     weight, _ = named_parameters(layer)
@@ -175,7 +175,9 @@ def test_a_range_over_fused_qkv_crosses_three_logical_tensors():
 def test_rows_of_every_part_are_the_ranks_own_share_though_the_weight_is_fused():
     for rank in range(2):
         axis = fake_axis(2, rank)
-        layer = ColumnParallelLinear(3, (Output("gate", 4), Output("up", 6)), axis=axis)
+        layer = ColumnParallelLinear(
+            3, (LinearOutput("gate", 4), LinearOutput("up", 6)), axis=axis
+        )
         shards = named_shards(layer)
         (gate,), (up,) = shards["gate.weight"].pieces, shards["up.weight"].pieces
         assert (gate.offsets, gate.lengths) == ((2 * rank, 0), (2, 3))
@@ -217,7 +219,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, 3))
 
     def layouts(self):
-        layout = whole("3.weight", (2, 3))
+        layout = whole_layout("3.weight", (2, 3))
         return {
             "weight": ParamLayout(layout.parts, data="expert", tied=fake_axis(2, 1, "ends"))
         }
@@ -232,7 +234,7 @@ def test_expert_parameters_replicate_over_their_own_data_ranks_and_tied_ones_ove
 @pytest.mark.parametrize("rank", range(4))
 def test_padding_at_the_end_is_never_described(rank):
     axis = fake_axis(4, rank)
-    layout = sliced("", (5, 2), 0, axis, (2, 2))
+    layout = sliced_layout("", (5, 2), 0, axis, (2, 2))
     parameter = nn.Parameter(torch.zeros(2, 2))
     named = NamedParameter("w", parameter, layout)
     rows = [2, 2, 1, 0][rank]
@@ -246,14 +248,14 @@ def test_an_uneven_cut_without_padding_is_refused():
     with pytest.raises(
         ValueError, match=r"dimension 0 of \(5, 2\) does not divide over axis tp"
     ):
-        sliced("", (5, 2), 0, fake_axis(2, 0))
+        sliced_layout("", (5, 2), 0, fake_axis(2, 0))
 
 
 def test_tensors_and_names_that_contradict_are_refused():
-    named = NamedParameter("w", nn.Parameter(torch.zeros(2, 2)), whole("w", (2, 2)))
+    named = NamedParameter("w", nn.Parameter(torch.zeros(2, 2)), whole_layout("w", (2, 2)))
     with pytest.raises(ValueError, match="w: tensor"):
         shards_of([(named, torch.zeros(4))])
-    other = NamedParameter("v", nn.Parameter(torch.zeros(3)), whole("w", (3,)))
+    other = NamedParameter("v", nn.Parameter(torch.zeros(3)), whole_layout("w", (3,)))
     with pytest.raises(ValueError, match="two parameters hold w, one with"):
         shards_of([(named, torch.zeros(2, 2)), (other, torch.zeros(3))])
     assert Shard((2,), torch.float32, ()).is_owner

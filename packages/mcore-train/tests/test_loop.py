@@ -17,7 +17,7 @@ from warm_ranks import run_ranks
 from mcore_base.file_lock import Holder
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
-from mcore_moe.routing.router_stats import SUMMARY, routers
+from mcore_moe.routing.router_stats import SUMMARY_COLUMNS, routers
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
@@ -496,7 +496,7 @@ def test_reports_say_by_layer_what_routers_did_under_every_layout():
         idle = (steps == 0).sum(1).float()
         assert first.experts[f"imbalance/layer_{layer}"] == pytest.approx(busiest[0].item())
         assert last.experts[f"idle_experts/layer_{layer}"] == pytest.approx(idle[2:].mean())
-    assert len(first.experts) == 2 * len(SUMMARY)
+    assert len(first.experts) == 2 * len(SUMMARY_COLUMNS)
     assert first.expert_imbalance == max(first.experts[f"imbalance/layer_{n}"] for n in (1, 2))
     # Losses apart and without coefficients; what they add to the loss has these.
     for report in (first, last):

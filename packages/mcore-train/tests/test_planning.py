@@ -11,12 +11,14 @@ from e2e.launched import run_as_torchrun_does
 from warm_ranks import run_ranks
 
 from mcore_models.families import GPT_FAMILY
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import Tables
+from mcore_train.assembly import Tables, assemble
 from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan
 from mcore_train.planning.dry_run import dry_run
+from mcore_train.planning.expert_wgrads import choose_expert_wgrads, with_number
 from mcore_train.planning.gain import (
     faster_changes,
     predict_gain,
@@ -25,9 +27,11 @@ from mcore_train.planning.gain import (
 )
 from mcore_train.planning.memory import predict_memory
 from mcore_train.planning.micro_batch import choose_micro_batch, propose
+from mcore_train.planning.search import search_layouts
 from mcore_train.planning.step_time import bubble_formula, predict_step
 from mcore_train.planning.system import SYSTEMS, read_system, write_system
-from mcore_train.resolution import build_plan
+from mcore_train.reporting.header import StartClock, build_header
+from mcore_train.resolution import ExpertWgrads, build_plan
 from mcore_train.updating.optimizers import OPTIMIZERS
 
 H200 = SYSTEMS["h200"]
@@ -368,6 +372,79 @@ def probed_micro_batch():
 
 def test_a_micro_batch_that_ran_out_of_memory_in_its_probe_is_halved():
     assert run_ranks(probed_micro_batch, 2) == [(2, 4)] * 2
+
+
+QWEN = (
+    "--num-layers 8 --seq-length 4096 --global-batch-size 8 "
+    "--moe-router-load-balancing-type aux_loss --cuda-graph-impl full_iteration"
+)
+FIXED = (
+    "--global-batch-size 32 --num-layers 48 --expert-model-parallel-size 4 "
+    "--moe-token-dispatcher-type allgather --moe-expert-rows-limit 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "limit_gib", "number", "reason"),
+    [
+        (QWEN, 1, 139, 8, "for 9.9 GiB more"),  # as fast as measured: qwen3-30b-8-layers-wgrads
+        (QWEN, 1, 113, 2, "for 1.4 GiB more"),
+        (QWEN, 1, 108, 1, "2 would need"),
+        (f"{QWEN} --global-batch-size 3", 1, 139, 3, "faster than one by one"),
+        (f"{QWEN} --global-batch-size 1", 1, 139, 1, "a step has one micro-batch"),
+        (f"{QWEN} --no-bf16", 1, 139, 1, "only GEMMs in bf16"),
+        (f"{QWEN} --cuda-graph-impl local", 1, 139, 1, "--cuda-graph-impl local exclude"),
+        (f"{QWEN} --peft lora --cuda-graph-impl none", 1, 139, 1, "--peft lora exclude"),
+        (f"{QWEN} --num-layers 4 --moe-router-topk 2 --num-experts 2", 1, 139, 1, "would save"),
+        (f"{QWEN} {FIXED}", 4, 139, 1, "2 would need"),
+    ],
+)
+def test_weight_gradients_of_experts_are_added_together_where_it_pays_and_fits(
+    flags, ranks, limit_gib, number, reason
+):
+    config = config_of(flags, "qwen3-30b-a3b")
+    run = GPT_FAMILY, ranks, config.tokenizer.vocab_size, H200
+    chosen = choose_expert_wgrads(config, *run, limit_gib * GIB)
+    assert chosen.num_together == number
+    assert reason in chosen.reason
+    explicit = with_number(config, 2 if number != 2 else 1)
+    assert choose_expert_wgrads(explicit, *run, limit_gib * GIB) is None
+
+
+def test_a_plan_has_the_time_and_memory_of_the_weight_gradients_that_a_run_chooses():
+    flags = f"{QWEN} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    config = config_of(flags, "qwen3-30b-a3b")
+    run = GPT_FAMILY, 1, config.tokenizer.vocab_size, H200
+    (row,) = search_layouts(config, *run, pinned=("micro_batch_size", "moe_ffn_hidden_size"),
+                            top=1).rows  # fmt: skip
+    of_number = {n: predict_step(with_number(row.config, n), *run).total for n in (1, 8)}
+    assert row.config.experts.moe_wgrad_micro_batches == "auto"  # which the run resolves itself
+    assert row.step.total == of_number[8] < of_number[1]
+    assert row.memory.total == predict_memory(with_number(row.config, 8), *run).total
+    gain = predict_gain(row.config, {"overlap_grad_reduce": False}, *run)
+    assert gain.before.step_s == of_number[8]
+    sizes = propose(row.config, *run, 139 * GIB)
+    assert sizes[-1][1:] == (pytest.approx(of_number[8], rel=0.01), row.memory.total)
+
+
+def test_a_run_builds_its_experts_with_the_choice_and_prints_it():
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-experts 4 "
+        "--seq-length 8 --vocab-size 32 --global-batch-size 4 --mock-data --lr 1e-2 "
+        "--train-iters 2 --bf16"
+    )
+    plan = build_plan(parse(flags.split()), 1)
+    for chosen, number in ((None, 1), (ExpertWgrads(4, "it fits"), 4)):
+        run = assemble(replace(plan, expert_wgrads=chosen), ParallelContext.single("cpu"))
+        experts = run.chunks[0].blocks["0"].moe.experts
+        assert grad_slot(experts.fc1_weight).num_together == number
+        header = build_header(run, StartClock())
+        assert header.row["moe_wgrad_micro_batches"] == number
+        line = (
+            "weight gradients of experts: 4 micro-batches at once (--moe-wgrad-micro-batches "
+            "auto): it fits"
+        )
+        assert (line in header.lines) == (chosen is not None)
 
 
 def gain_run(flags: str, ranks: int, system=H200):

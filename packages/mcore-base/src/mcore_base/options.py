@@ -81,6 +81,9 @@ class OptionRules:
     """Conditions under which the option has no effect and must be at its default."""
     excludes: tuple[When, ...] = ()
     """Conditions that must not hold if the option is not at its default (contradictions)."""
+    neutral: Any = ...
+    """A second value to which no condition applies, if the default is a choice at the start of
+    a run: the value that switches the feature off."""
     shrinks_to: Any = ...
     """Value in the small run of ``mcore-train verify``; ``...``: the value of the run."""
     selects_path: str = ""
@@ -235,7 +238,7 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
                 broken.add(name)
                 lines.append(line)
                 continue
-            if value == defaults[name]:
+            if value in (defaults[name], option_rules.neutral):
                 continue
             for condition in [
                 *(unmet_features if is_whole else ()),

@@ -17,7 +17,7 @@ from mcore_ckpt.conversion.options import ConvertOptions, MergeOptions, UpcycleO
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.conversion.conversion import Report
+    from mcore_ckpt.conversion.conversion import ConversionReport
 
 ABOUT = """Inspect checkpoints and convert them between formats.
 
@@ -84,7 +84,7 @@ def convert(direction: str, /, *, input: Path, output: Path, conversion: Convert
     return 0
 
 
-def _print_report(report: "Report", *, was_cut: bool) -> None:
+def _print_report(report: "ConversionReport", *, was_cut: bool) -> None:
     out = sys.stderr if was_cut else sys.stdout  # the shell has redirected stdout to a file
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     skipped = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
@@ -193,9 +193,9 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
 
     if folders and find_format(folders[0])[0] == "hf":
         return merge(folders, output=output, how=MergeOptions())
-    from mcore_ckpt.conversion.resharding import average as mean
+    from mcore_ckpt.conversion.resharding import average_checkpoints
 
-    print(mean(folders, output, on_progress=progress_line()))
+    print(average_checkpoints(folders, output, on_progress=progress_line()))
     return 0
 
 

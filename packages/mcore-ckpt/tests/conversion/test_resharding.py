@@ -24,7 +24,7 @@ from mcore_parallel.sharding import (
     flat_shards,
     named_parameters,
     named_shards,
-    whole,
+    whole_layout,
 )
 
 D, N, G, H, F, E, V, L = 6, 4, 2, 3, 8, 4, 13, 4
@@ -163,7 +163,7 @@ def build_model(ctx: ParallelContext, case: Case) -> nn.Module:
         model["embedding"] = vocabulary(ctx, tied=True)
     if chunks - 1 in mine:
         # The tied copy of the last stage; with one stage it is the very same parameter.
-        model["final_norm"] = Laid((D,), whole("weight", (D,), ctx.tp))
+        model["final_norm"] = Laid((D,), whole_layout("weight", (D,), ctx.tp))
         if "embedding" not in model:
             model["embedding"] = vocabulary(ctx, tied=True)
     layers = nn.ModuleDict()
@@ -174,7 +174,9 @@ def build_model(ctx: ParallelContext, case: Case) -> nn.Module:
     if chunks - 1 in mine:
         # One more token predicted: a block of its own beside the head, on the last stage.
         joined = {"join": column_parallel(ctx, 2 * F, 2 * D), "block": block(ctx)}
-        norms = {n: Laid((D,), whole("weight", (D,), ctx.tp)) for n in ("enorm", "hnorm")}
+        norms = {
+            n: Laid((D,), whole_layout("weight", (D,), ctx.tp)) for n in ("enorm", "hnorm")
+        }
         model["mtp"] = nn.ModuleDict({"0": nn.ModuleDict(norms | joined)})
     return model
 
@@ -182,7 +184,7 @@ def build_model(ctx: ParallelContext, case: Case) -> nn.Module:
 def block(ctx: ParallelContext) -> nn.Module:
     return nn.ModuleDict(
         {
-            "norm": Laid((D,), whole("weight", (D,), ctx.tp)),
+            "norm": Laid((D,), whole_layout("weight", (D,), ctx.tp)),
             "qkv": fused_qkv(ctx),
             "proj": row_parallel(ctx),
             "experts": experts(ctx),

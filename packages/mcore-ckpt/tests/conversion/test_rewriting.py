@@ -5,7 +5,7 @@ import torch
 
 from mcore_ckpt.cli import main
 from mcore_ckpt.conversion.inspection import differences
-from mcore_ckpt.conversion.resharding import average, reshard
+from mcore_ckpt.conversion.resharding import average_checkpoints, reshard
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import read_index
@@ -77,7 +77,7 @@ def test_equal_bits_are_no_difference_even_where_they_are_no_numbers(tmp_path):
 def test_an_average_is_taken_in_float32_and_leaves_the_optimizer_behind(tmp_path):
     # 1 and 1 + 2^-7 are neighbours in bf16; the sum of three must not round on the way.
     steps = [save_step(tmp_path / str(v), 1, v) for v in (1.0, 1.0078125, 1.015625)]
-    new = average(steps, tmp_path / "mean")
+    new = average_checkpoints(steps, tmp_path / "mean")
     assert torch.all(read_tensor(new, "model.w") == 1.0078125)
     assert torch.equal(read_tensor(new, "model.ids"), torch.arange(6).view(3, 2))
     index = read_index(resolve_folder(tmp_path / "mean"))
@@ -89,7 +89,7 @@ def test_an_average_is_taken_in_float32_and_leaves_the_optimizer_behind(tmp_path
 def test_what_cannot_be_averaged_is_refused_by_name(tmp_path):
     one = save_step(tmp_path / "one", 1, 1.0)
     with pytest.raises(ValueError, match="give two checkpoints or more"):
-        average([one], tmp_path / "mean")
+        average_checkpoints([one], tmp_path / "mean")
     other = save_step(
         tmp_path / "other",
         1,
@@ -97,21 +97,21 @@ def test_what_cannot_be_averaged_is_refused_by_name(tmp_path):
         **{"model.w": cut(torch.ones(11, 3), 3), "model.new": cut(torch.ones(2, 2), 2)},
     )
     with pytest.raises(ValueError, match="not checkpoints of one model") as caught:
-        average([one, other], tmp_path / "mean")
+        average_checkpoints([one, other], tmp_path / "mean")
     assert f"only in {other}: model.new" in str(caught.value)
     assert "model.w: BF16 [10, 3]" in str(caught.value)
     third = save_step(
         tmp_path / "third", 1, 1.0, **{"model.ids": cut(torch.ones(3, 2).long(), 3)}
     )
     with pytest.raises(ValueError, match=r"model.ids holds integers that differ"):
-        average([one, third], tmp_path / "mean")
+        average_checkpoints([one, third], tmp_path / "mean")
 
 
 def test_steps_without_weights_are_not_averaged_to_nothing(tmp_path):
     linear = named_shards(torch.nn.Linear(3, 2))
     steps = [save(tmp_path / "run", step, linear, world=SINGLE) for step in (1, 2)]
     with pytest.raises(ValueError, match="iter_0000001 holds no weights to average"):
-        average(steps, tmp_path / "mean")
+        average_checkpoints(steps, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
 
 

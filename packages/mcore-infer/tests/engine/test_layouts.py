@@ -18,8 +18,8 @@ from mcore_infer import (
     ScoreRequest,
     build_engine,
     generate,
-    judge,
     load_model,
+    score_continuations,
     score_documents,
 )
 from mcore_infer.commands import generating
@@ -171,7 +171,7 @@ def judged(model):
     texts = generate(model, PROMPTS, SAMPLING, seed=3)
     rows = [Continuation(tuple(prompt), 1) for prompt in PROMPTS[::2]]
     score = score_documents(model, PROMPTS, begin_token=256, context_tokens=6, batch=2)
-    return texts, judge(model, rows), score
+    return texts, score_continuations(model, rows), score
 
 
 def test_stages_write_and_judge_what_one_rank_does(run_folder, hybrid_folder):

@@ -13,7 +13,7 @@ from warm_ranks import run_ranks
 
 from mcore_infer import load_model
 from mcore_infer.cli import main
-from mcore_infer.evaluation.continuations import Continuation, judge
+from mcore_infer.evaluation.continuations import Continuation, score_continuations
 from mcore_infer.evaluation.lambada import continuation, read_texts, score_lambada
 from mcore_infer.evaluation.wikitext import (
     detokenized,
@@ -89,15 +89,15 @@ def test_a_continuation_is_judged_in_its_own_context(model):
     counts.append(3)
     whole = [Continuation(row, count) for row, count in zip(rows, counts, strict=True)]
     for batch in (1, 3, 8):
-        found = judge(model, whole, batch=batch)
+        found = score_continuations(model, whole, batch=batch)
         assert [one.is_greedy for one in found] == [True, True, True, False]
         for row, count, one in zip(rows, counts, found, strict=True):
             logits = logits_of(model, row[:-1])
             want = sum(logits[t - 1, row[t]].item() for t in range(len(row) - count, len(row)))
             assert one.log_prob == pytest.approx(want, rel=1e-10)
-    assert judge(model, []) == []
+    assert score_continuations(model, []) == []
     with pytest.raises(ValueError, match="one token of context and one target"):
-        judge(model, [Continuation([1, 2], 2)])
+        score_continuations(model, [Continuation([1, 2], 2)])
 
 
 def test_strict_lambada_asks_for_the_whole_last_word(loaded):
@@ -116,7 +116,7 @@ def test_strict_lambada_asks_for_the_whole_last_word(loaded):
     while len(ids) < 24:
         ids.append(logits_of(loaded.model, ids)[-1, :97].argmax().item())
     rows = [Continuation(ids, 2), Continuation([*ids[:-1], 98], 2)]
-    greedy = [one.is_greedy for one in judge(loaded.model, rows)]
+    greedy = [one.is_greedy for one in score_continuations(loaded.model, rows)]
     score = score_lambada(loaded.model, tokenizer, PASSAGES, strict=True, **options)
     assert greedy[1] is False
     assert score.num_examples == 3
@@ -141,7 +141,7 @@ def scored_by_ranks(folder, tp):
     options = {"context_tokens": 12, "batch": 2, "axis": loaded.data}
     wiki = score_wikitext(loaded.model, loaded.tokenizer, TEXT, overlap=5, **options)
     rows = [Continuation(list(text.encode()), 4) for text in PASSAGES]
-    judged = judge(loaded.model, rows, batch=1, axis=loaded.data)
+    judged = score_continuations(loaded.model, rows, batch=1, axis=loaded.data)
     ctx.destroy()
     return wiki, judged
 
@@ -151,7 +151,7 @@ def test_any_ranks_find_the_same_scores(run_folder, loaded, world_size, tp):
     options = {"context_tokens": 12, "overlap": 5}
     wiki = score_wikitext(loaded.model, loaded.tokenizer, TEXT, **options)
     rows = [Continuation(list(text.encode()), 4) for text in PASSAGES]
-    judged = judge(loaded.model, rows)
+    judged = score_continuations(loaded.model, rows)
     for got, others in run_ranks(scored_by_ranks, world_size, run_folder, tp):
         assert got.loss_sum == pytest.approx(wiki.loss_sum, rel=1e-10)
         for one, other in zip(others, judged, strict=True):

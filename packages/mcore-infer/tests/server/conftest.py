@@ -83,14 +83,18 @@ class Client:
     def wait_until_idle(self, timeout_s=120.0):
         """Wait until nothing runs, then hold that nothing is left."""
         end = time.monotonic() + timeout_s
-        engine = self.server.front.worker.requests.engine
+        engine = self.server.engine_client.worker.requests.engine
         scheduler, pool = engine.scheduler, engine.scheduler.pool
         # The worker's thread forgets a cancelled request just before it frees its pages.
-        while engine.has_work or self.server.front.num_open or pool.num_free < pool.num_pages:
+        while (
+            engine.has_work
+            or self.server.engine_client.num_open
+            or pool.num_free < pool.num_pages
+        ):
             assert time.monotonic() < end, "requests or pages are left"
             time.sleep(0.005)
         assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-        assert self.server.front.worker.requests.groups == []
+        assert self.server.engine_client.worker.requests.groups == []
 
 
 def run_server(loaded, limits=None, template=TEMPLATE, **fields):
@@ -106,8 +110,8 @@ def run_server(loaded, limits=None, template=TEMPLATE, **fields):
         max_tokens=engine.config.max_sequence_tokens,
         chat=load_chat_format(template, tokenizer),
     )
-    front = EngineClient(EngineWorker(engine, loaded.model.tp), max_queued=400)
-    server = Server(served, front, limits or Limits())
+    engine_client = EngineClient(EngineWorker(engine, loaded.model.tp), max_queued=400)
+    server = Server(served, engine_client, limits or Limits())
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     config = uvicorn.Config(server.app(), log_config=None, access_log=False, ws="none")
     http_server = uvicorn.Server(config)

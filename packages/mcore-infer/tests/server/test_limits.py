@@ -20,7 +20,7 @@ ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
 def test_a_client_that_leaves_is_cancelled_and_its_pages_come_back(
     client, is_stream, monkeypatch
 ):
-    requests, steps = client.server.front.worker.requests, []
+    requests, steps = client.server.engine_client.worker.requests, []
     follow = requests.step
     monkeypatch.setattr(
         requests, "step", lambda commands: steps.append(follow(commands)) or steps[-1]
@@ -245,7 +245,7 @@ def test_a_key_a_host_and_limits_keep_others_out(small_client):
     assert "more than 0.3 seconds" in json.loads(text)["error"]["message"]
     _, _, text = small_client.send("POST", "/v1/completions", {**many, "stream": True}, key)
     assert "more than 0.3 seconds" in json.loads(text.split(b"data: ")[-1])["error"]["message"]
-    server.front.max_queued = 3
+    server.engine_client.max_queued = 3
     status, headers, _ = small_client.send("POST", "/v1/completions", many, key)
     assert (status, headers["retry-after"]) == (503, "1")
 

@@ -93,7 +93,7 @@ def test_ranks_hold_the_same_requests_and_write_what_one_does(long_folder, long_
 def test_a_fault_of_the_engine_answers_every_request_and_shows_in_its_health(
     failing_client,
 ):
-    engine = failing_client.server.front.worker.requests.engine
+    engine = failing_client.server.engine_client.worker.requests.engine
     engine.cache.layer(0).held.keys = torch.zeros(1)
     status, answer = failing_client.post("/v1/completions", prompt="a", max_tokens=3)
     assert status == 503

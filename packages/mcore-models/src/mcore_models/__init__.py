@@ -10,7 +10,7 @@ _EXPORTS: dict[str, str] = {
     "Attention": "layers.attention",
     "BERT": "bert",
     "BertConfig": "encoder_config",
-    "Entry": "protocol",
+    "BatchEntry": "protocol",
     "FAMILIES": "families",
     "Family": "families",
     "GPT": "gpt",

@@ -27,7 +27,7 @@ from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import stream_norm
 from mcore_models.layers.rope import build_local_rotary, build_rotary
 from mcore_models.logical_tensors import num_positions
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, BatchEntry, MicroBatch
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -57,13 +57,13 @@ class BERT(StageModel):
     layout_problems = staticmethod(encoder_layout_problems)
     entries = MappingProxyType(
         {
-            TEXT: Entry(),
-            TYPES: Entry(),
-            LABELS: Entry(),
-            LOSS_MASK: Entry(),
-            PADDING_MASK: Entry(is_cut=False),
-            IS_RANDOM: Entry(length=""),
-            ROW_MASK: Entry(length="", is_derived=True),
+            TEXT: BatchEntry(),
+            TYPES: BatchEntry(),
+            LABELS: BatchEntry(),
+            LOSS_MASK: BatchEntry(),
+            PADDING_MASK: BatchEntry(is_cut=False),
+            IS_RANDOM: BatchEntry(length=""),
+            ROW_MASK: BatchEntry(length="", is_derived=True),
         }
     )
 

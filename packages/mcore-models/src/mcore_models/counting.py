@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mcore_base.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
 from mcore_models.config import (
@@ -34,6 +34,7 @@ from mcore_parallel.optimizers.config import (
     AdamConfig,
     MainWeightsConfig,
     MuonConfig,
+    OptimizerName,
     SGDConfig,
     SoapConfig,
 )
@@ -113,9 +114,7 @@ class CountOptions:
     bf16: bool = False
     """Weights and activations in bfloat16; main weights and optimizer in float32."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
-        "adam"
-    )
+    optimizer: OptimizerName = "adam"
     """Optimizer whose state is counted."""
 
     gpu: str = ""

@@ -35,7 +35,7 @@ from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
-from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
+from mcore_parallel.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 
 class GPT(StageModel, MTPLanguageModel):
@@ -287,7 +287,7 @@ class GPT(StageModel, MTPLanguageModel):
         if self.config.add_output_bias:
             losses = self.token_losses(hidden, labels, self.config.label_smoothing)
             return (losses * weights).sum(), losses.detach()
-        return head_loss(
+        return linear_cross_entropy(
             self._scaled(hidden),
             self.output_weight,
             labels,

@@ -15,7 +15,7 @@ from math import prod
 from mcore_models.config import TransformerConfig
 from mcore_models.logical_tensors import ROW_PARALLEL, expert_size, is_gated, layer_mixers
 from mcore_models.parameter_kinds import tensor_kind
-from mcore_moe.config import MoEConfig
+from mcore_moe.config import WIDEST_GATHERED, MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import (
     NUM_PIECES_ON_GPU,
@@ -24,6 +24,7 @@ from mcore_parallel.offloading.config import (
 )
 from mcore_parallel.optimizers.config import (
     MATRIX_OPTIMIZERS,
+    NUM_MOMENTS,
     AdafactorConfig,
     AdamConfig,
     MainWeightsConfig,
@@ -101,9 +102,9 @@ def waiting_elements(
 ) -> tuple[int, int]:
     """Count the elements stored until the last of ``moe_wgrad_micro_batches`` on a rank.
 
-    These are the inputs of the experts' GEMMs and the gradients of their outputs, if GEMMs
-    gather tokens; otherwise a token is stored for each of its choices. quack's GEMMs read
-    copies for one weight at a time, at most the first linear's gradients and tokens.
+    These are the inputs of the experts' GEMMs and the gradients of their outputs, with as many
+    rows as the GEMMs have (``expert_rows``). GEMMs of several micro-batches read copies for one
+    weight at a time, at most the first linear's gradients and inputs.
 
     Args:
         config: of the model.
@@ -115,17 +116,41 @@ def waiting_elements(
     Returns:
         Waiting elements, and elements of the copies.
     """
-    num_together = min(moe.moe_wgrad_micro_batches, num_microbatches)
+    num_together = min(moe.num_wgrads_together, num_microbatches)
     if num_together < 2:
         return 0, 0
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    stream = tp if parallel.sequence_parallel else 1
-    inner, hidden = expert_size(config, moe) * moe.moe_router_topk, config.hidden_size
+    rows, inputs = expert_rows(config, parallel, moe)
+    inner, hidden = rows * expert_size(config, moe), moe.moe_latent_size or config.hidden_size
     widest = (1 + is_gated(config)) * inner
+    # Ranks of one expert share its width, and have the tokens of all of them.
+    hidden *= inputs * (parallel.expert_tensor_parallel_size or tp)
     layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
-    waiting = layers * ((widest + inner) // tp + 2 * hidden // stream)
-    copied = widest // tp + hidden // stream
+    waiting = layers * (widest + inner + 2 * hidden) // tp
+    copied = (widest + hidden) // tp
     return (num_together - 1) * tokens * waiting, num_together * tokens * copied
+
+
+def expert_rows(
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
+) -> tuple[int, int]:
+    """Return the rows of the experts' GEMMs, and of their inputs, for each token of a rank.
+
+    An all-gather with a limit of rows and symmetric have rows for the worst routing. GEMMs that
+    gather read tokens, of which an all-gather has those of all ranks; other GEMMs read a copy
+    of the token for each row.
+    """
+    ep, kind, rows = (
+        parallel.expert_model_parallel_size,
+        moe.moe_token_dispatcher_type,
+        moe.moe_router_topk,
+    )
+    if ep > 1 and (kind == "symmetric" or (kind == "allgather" and moe.moe_expert_rows_limit)):
+        rows = ep * min(rows, moe.num_experts // ep)
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    fc1_rows = (1 + is_gated(config)) * expert_size(config, moe) // expert_tp
+    gathers = fc1_rows <= WIDEST_GATHERED and (ep == 1 or kind == "allgather")
+    return rows, ep if gathers else rows
 
 
 def fuller(
@@ -195,16 +220,12 @@ class OptimizerChoice:
 
     def element_bytes(self, *, in_matrix: bool) -> int:
         """Return the bytes of the moments of one weight, apart from its main weight."""
-        if self.name == "lion" or (in_matrix and self.name == "muon"):
-            return 4
-        if self.name == "sgd":
-            return 4 * (self.sgd.sgd_momentum > 0)
-        if self.name == "schedule_free":
-            return 12
-        if in_matrix:  # SOAP and Adafactor keep all of their state by matrix
+        if self.name == "adam" or (self.name in MATRIX_OPTIMIZERS and not in_matrix):
+            kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
+            return sum(4 - 2 * (kind == "bf16") for kind in kinds)
+        if self.name == "sgd" and not self.sgd.sgd_momentum:
             return 0
-        kinds = self.adam.exp_avg_dtype, self.adam.exp_avg_sq_dtype
-        return sum(4 - 2 * (kind == "bf16") for kind in kinds)
+        return 4 * NUM_MOMENTS[self.name]
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a complete matrix's state on the rank that updates the matrix."""

@@ -29,7 +29,7 @@ LM_LOSS = "lm loss"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BatchEntry:
     """One named tensor of a batch."""
 
     length: str = "seq_length"
@@ -42,7 +42,9 @@ class Entry:
 
 TOKENS, LABELS, LOSS_MASK = "tokens", "labels", "loss_mask"
 """Entries of a batch of plain text, all ``[B, S]``: ids, next ids, 1 for tokens that count."""
-TEXT: Mapping[str, Entry] = MappingProxyType({n: Entry() for n in (TOKENS, LABELS, LOSS_MASK)})
+TEXT: Mapping[str, BatchEntry] = MappingProxyType(
+    {n: BatchEntry() for n in (TOKENS, LABELS, LOSS_MASK)}
+)
 """Entries of a decoder-only model."""
 
 
@@ -158,7 +160,7 @@ class TrainableModel(nn.Module, ABC):
     tp: Axis
     pp: Axis = SINGLE
     dtype: torch.dtype = torch.float32
-    entries: Mapping[str, Entry] = TEXT
+    entries: Mapping[str, BatchEntry] = TEXT
     loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
 
     def initialize(self, weights: Mapping[str, Shard], seed: int) -> None:

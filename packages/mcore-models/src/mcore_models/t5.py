@@ -32,7 +32,7 @@ from mcore_models.layers.relative_bias import (
 )
 from mcore_models.layers.residual import stream_norm
 from mcore_models.logical_tensors import num_positions
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, ModelState
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, BatchEntry, MicroBatch, ModelState
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -80,11 +80,11 @@ class T5(StageModel):
     num_layers = staticmethod(num_stack_layers)
     entries = MappingProxyType(
         {
-            TEXT_ENC: Entry(),
-            TEXT_DEC: Entry(length=_DECODER_LENGTH),
-            LABELS: Entry(length=_DECODER_LENGTH),
-            LOSS_MASK: Entry(length=_DECODER_LENGTH),
-            ENC_MASK: Entry(is_cut=False),
+            TEXT_ENC: BatchEntry(),
+            TEXT_DEC: BatchEntry(length=_DECODER_LENGTH),
+            LABELS: BatchEntry(length=_DECODER_LENGTH),
+            LOSS_MASK: BatchEntry(length=_DECODER_LENGTH),
+            ENC_MASK: BatchEntry(is_cut=False),
         }
     )
 

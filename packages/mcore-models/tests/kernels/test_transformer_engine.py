@@ -191,6 +191,11 @@ class DotProductAttention:
         return torch.cat(one).flatten(-2)
 
 
+def torchs_cudnn():
+    number = torch.backends.cudnn.version() or 0
+    return number // 10_000, number % 10_000 // 100, number % 100
+
+
 def modules():
     """Return the stub by the names that are imported."""
     te, extensions, constants, tex = (
@@ -203,6 +208,7 @@ def modules():
         )
     )
     te.DType, te.QuantizedTensor, te.DotProductAttention = DType, Quantized, DotProductAttention
+    te.get_cudnn_version = torchs_cudnn
     te.Float8Quantizer = Float8Quantizer
     te.Float8CurrentScalingQuantizer = Float8CurrentScalingQuantizer
     extensions.general_gemm = general_gemm
@@ -293,7 +299,8 @@ def test_a_model_computes_the_same_by_the_librarys_signatures(
     got = two_steps(model, scales, documents)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
-    kinds = {"TN", "NN", "NT", "rmsnorm", "thd" if is_packed else "attention"}
+    # Attention is first tried without documents.
+    kinds = {"TN", "NN", "NT", "rmsnorm", "attention"} | ({"thd"} if is_packed else set())
     experts = {f"grouped {layout}" for layout in ("TN", "NN", "NT")} if moe else set()
     assert set(engine) == kinds | experts
 
@@ -304,6 +311,24 @@ def test_attention_that_was_named_stays_this_packages(engine):
     model(IDS)
     assert "rmsnorm" in engine
     assert "attention" not in engine
+
+
+def test_attention_that_is_wrong_is_replaced_and_another_cudnn_refused(
+    engine, monkeypatch, caplog
+):
+    te = sys.modules["transformer_engine.pytorch"]
+    call = DotProductAttention.__call__
+    monkeypatch.setattr(DotProductAttention, "__call__", lambda *a, **k: 0 * call(*a, **k))
+    model, scales = built({}, {}, {})
+    want = two_steps(model, scales, None)
+    model, scales = built({}, {}, {})
+    use_transformer_engine(model)
+    for a, b in zip(two_steps(model, scales, None), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+    assert "attention of Transformer Engine: ArithmeticError: result 0 is off" in caplog.text
+    monkeypatch.setattr(te, "get_cudnn_version", lambda: (8, 1, 0))
+    with pytest.raises(ValueError, match="set CUDNN_HOME"):
+        use_transformer_engine(model)
 
 
 def test_a_recipe_that_the_library_has_not_is_refused_and_so_is_its_absence():

@@ -20,7 +20,7 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_parameters
-from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, Output
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, LinearOutput
 
 SMALL = TransformerConfig(
     num_layers=2,
@@ -70,7 +70,7 @@ class Fused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        outputs = [Output("q", 4), Output("k", 2), Output("v", 2)]
+        outputs = [LinearOutput("q", 4), LinearOutput("k", 2), LinearOutput("v", 2)]
         linear = ColumnParallelLinear(5, outputs, bias=True, dtype=torch.float64, init_std=1.0)
         nn.init.normal_(linear.bias)
         self.blocks = nn.ModuleDict({"0": nn.ModuleDict({"qkv": linear})})

@@ -16,6 +16,9 @@ _GIVEN_KERNELS = {
         "which has its own kernels", "deepep", "symmetric", instead="use alltoall"
     )
 }
+WIDEST_GATHERED = 2048
+"""Rows of fc1, of one expert on a rank, up to which GEMMs gather tokens. Beyond it a copy of
+the rows and a GEMM of sorted rows are faster (H200)."""
 _NO_MAIN_GRADS = "as there are no main gradients in float32"
 
 
@@ -226,9 +229,10 @@ class MoEConfig(Options):
     """Compute all experts of a rank in one grouped GEMM, if the device supports it. Megatron's
     default: off."""
 
-    moe_wgrad_micro_batches: int = option(
-        1,
+    moe_wgrad_micro_batches: int | Literal["auto"] = option(
+        "auto",
         minimum=1,
+        neutral=1,
         excludes={
             "pipeline_schedule": Because(
                 "which has its own time for weight gradients", "zb-h1", "zb-v", "dualpipev"
@@ -254,7 +258,9 @@ class MoEConfig(Options):
     """Number of micro-batches whose weight gradients of experts one grouped GEMM adds to the
     main gradients, which are then read and written once: faster in bf16 with a few hundred
     rows per expert, not in float32. Memory: for each choice of a token the inputs of both
-    GEMMs and the gradients of their outputs, of all but one of these micro-batches."""
+    GEMMs and the gradients of their outputs, of all but one of these micro-batches. auto: on
+    GPUs in bf16, 2, 4 or 8 if the planner predicts a gain of 2 % or more and the memory fits,
+    as the run's header states; elsewhere 1."""
 
     moe_shared_expert_intermediate_size: int = option(0, minimum=0)
     """Width of the shared expert, which processes every token; 0: no shared expert."""
@@ -396,6 +402,12 @@ class MoEConfig(Options):
         """Whether scores are a softmax over the chosen experts alone."""
         is_softmax = self.moe_router_score_function == "softmax"
         return is_softmax and not self.moe_router_pre_softmax
+
+    @property
+    def num_wgrads_together(self) -> int:
+        """``moe_wgrad_micro_batches`` as a number; 1 while ``auto`` has not been resolved."""
+        number = self.moe_wgrad_micro_batches
+        return 1 if number == "auto" else number
 
 
 def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float) -> int:

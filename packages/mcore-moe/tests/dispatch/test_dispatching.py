@@ -9,7 +9,13 @@ import pytest
 import torch
 from warm_ranks import run_ranks
 
-from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
+from mcore_moe import (
+    AllToAllDispatcher,
+    MoEConfig,
+    Routing,
+    build_dispatcher,
+    limit_to_capacity,
+)
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
 from mcore_moe.dispatch.protocol import DispatchOptions
 from mcore_moe.dispatch.symmetric import Places
@@ -53,7 +59,7 @@ def through(config, dispatcher, x, routing, first_expert=0, equal_tokens=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
     in_flight = dispatcher.begin(x, equal_tokens=equal_tokens)
     sent = dispatcher.dispatch(
-        x, limited(routing, config), DispatchOptions(equal_tokens, in_flight)
+        x, limit_to_capacity(routing, config), DispatchOptions(equal_tokens, in_flight)
     )
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)

@@ -9,7 +9,7 @@ from mcore_moe import (
     Routing,
     expert_scores,
     finish_step,
-    limited,
+    limit_to_capacity,
     moe_axes,
     route,
 )
@@ -81,6 +81,11 @@ def table(*rows):
 )
 def test_weights_equal_the_published_numbers(fields, expected):
     torch.testing.assert_close(dense(route(LOGITS, config(**fields))), expected, **SIX_DIGITS)
+
+
+def test_a_score_function_without_scores_is_refused():
+    with pytest.raises(ValueError, match="tanh has no scores: add them to expert_scores"):
+        expert_scores(LOGITS, "tanh")
 
 
 def test_sparsemixer_weighs_each_choice_among_scores_near_it():
@@ -237,8 +242,13 @@ def test_padding_takes_no_room_of_an_expert_from_tokens():
         torch.zeros(4, 1, dtype=torch.int64), torch.tensor([[0.9, 0.8, 0.2, 0.1]]).T
     )
     mask = torch.tensor([False, False, True, True])
-    assert limited(wanted, config, mask).keep.flatten().tolist() == mask.tolist()
-    assert limited(wanted, config).keep.flatten().tolist() == [True, True, False, False]
+    assert limit_to_capacity(wanted, config, mask).keep.flatten().tolist() == mask.tolist()
+    assert limit_to_capacity(wanted, config).keep.flatten().tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_sinkhorn_routing_weighs_by_softmax_and_is_plain_in_eval():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from warm_ranks import run_ranks
 
-from mcore_moe import SUMMARY, MoEConfig, MoELayer, RouterStats, finish_step, summarize
+from mcore_moe import SUMMARY_COLUMNS, MoEConfig, MoELayer, RouterStats, finish_step, summarize
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 
@@ -70,7 +70,7 @@ def test_stats_name_the_busiest_the_idle_and_the_rest():
     even = RouterStats(torch.tensor([2, 2, 2, 2]), torch.tensor(0))
     assert (uneven.imbalance, uneven.num_idle) == (3.0, 2)
     summary = summarize([uneven, even])
-    rows = [dict(zip(SUMMARY, row, strict=True)) for row in summary.tolist()]
+    rows = [dict(zip(SUMMARY_COLUMNS, row, strict=True)) for row in summary.tolist()]
     entropy = -(0.75 * log(0.75) + 0.25 * log(0.25)) / log(4)
     assert rows[0] == pytest.approx(
         {
@@ -87,7 +87,7 @@ def test_stats_name_the_busiest_the_idle_and_the_rest():
         }
     )
     assert rows[1] == pytest.approx(
-        dict.fromkeys(SUMMARY, 0.0)
+        dict.fromkeys(SUMMARY_COLUMNS, 0.0)
         | {f"load_p{n}": 1.0 for n in (10, 50, 90)}
         | {"imbalance": 1.0, "load_entropy": 1.0}
     )

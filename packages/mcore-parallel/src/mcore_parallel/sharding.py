@@ -126,7 +126,7 @@ class NamedParameter:
     """Layout whose parts have full logical names, module path included."""
 
 
-def whole(
+def whole_layout(
     name: str, shape: tuple[int, ...], replicas: Axis = SINGLE, partial: Axis = SINGLE
 ) -> ParamLayout:
     """Build the ``ParamLayout`` of a parameter that every rank of ``replicas`` holds in full.
@@ -163,7 +163,7 @@ def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Mo
 
 def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str, ParamLayout]:
     return {
-        name: whole("", tuple(parameter.shape), axis, partial)
+        name: whole_layout("", tuple(parameter.shape), axis, partial)
         for name, parameter in module.named_parameters(recurse=False)
     }
 
@@ -178,7 +178,7 @@ def undeclared_parameters(module: nn.Module) -> list[str]:
     return undeclared
 
 
-def sliced(
+def sliced_layout(
     name: str,
     shape: tuple[int, ...],
     dim: int,
@@ -240,7 +240,7 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            layout = layouts.get(own_name) or whole("", tuple(parameter.shape))
+            layout = layouts.get(own_name) or whole_layout("", tuple(parameter.shape))
             yield NamedParameter(
                 _join(path, own_name), parameter, _with_path(layout, path, own_name)
             )

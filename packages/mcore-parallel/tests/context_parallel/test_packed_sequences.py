@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from warm_ranks import run_ranks
 
-from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, own_ranges
+from mcore_parallel.context_parallel.packed_sequences import (
+    DocumentPieces,
+    Documents,
+    own_ranges,
+)
 from mcore_parallel.mesh import Axis
 
 
@@ -66,7 +70,7 @@ def test_cu_seqlens_of_a_batch_are_read_and_laid_end_to_end():
     assert made.dtype == torch.int32
     assert made.tolist() == list(flat.borders)
     assert documents.flat().cu_seqlens(torch.device("cpu")) is made
-    alone = Pieces([0, 7]).cu_seqlens(torch.device("cpu"))
+    alone = DocumentPieces([0, 7]).cu_seqlens(torch.device("cpu"))
     assert alone.dtype == torch.int32
     assert alone.tolist() == [0, 7]
 
@@ -74,7 +78,7 @@ def test_cu_seqlens_of_a_batch_are_read_and_laid_end_to_end():
 @pytest.mark.parametrize("borders", [[0], [1, 4], [0, 4, 4], [0, 5, 4]])
 def test_borders_that_do_not_ascend_from_zero_are_refused(borders):
     with pytest.raises(ValueError, match="must ascend from 0"):
-        Pieces(borders)
+        DocumentPieces(borders)
 
 
 def test_rows_of_different_lengths_are_refused():

@@ -9,7 +9,7 @@ from warm_ranks import run_ranks
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.context_parallel.all_gather_attention import (
-    gathered_attention,
+    all_gather_attention,
     gathered_blocks,
 )
 from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS
@@ -94,10 +94,10 @@ def check_all(attend):
 
 def check_compiled():
     check(ring_attention, "two", 2, compiled=True)
-    check(gathered_attention, "two", 2, compiled=True)
+    check(all_gather_attention, "two", 2, compiled=True)
 
 
-both_kinds = pytest.mark.parametrize("attend", [ring_attention, gathered_attention])
+both_kinds = pytest.mark.parametrize("attend", [ring_attention, all_gather_attention])
 
 
 @both_kinds
@@ -174,7 +174,7 @@ def test_bfloat16_is_summed_in_float32():
 def test_a_length_that_does_not_divide_is_refused_before_anything_is_sent():
     x = torch.zeros(3, 1, 2, 4)
     axis = Axis("cp", 2, 0, None, (0, 1))
-    for attend in (ring_attention, gathered_attention):
+    for attend in (ring_attention, all_gather_attention):
         with pytest.raises(ValueError, match="--seq-length 6 cannot be cut"):
             attend(x, x, x, axis, PLAIN_BLOCKS)
 
@@ -185,13 +185,13 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_sent():
         torch.zeros(4, 1, 3, 4),
         Axis("cp", 2, 0, None, (0, 1)),
     )
-    for attend in (ring_attention, gathered_attention):
+    for attend in (ring_attention, all_gather_attention):
         with pytest.raises(ValueError, match=r"keys \[4, 1, 3, 4\] .* do not fit queries"):
             attend(q, k, k, axis, PLAIN_BLOCKS)
 
 
 def test_documents_of_another_batch_are_refused_before_anything_is_sent():
     x, axis = torch.zeros(4, 1, 2, 4), Axis("cp", 2, 0, None, (0, 1))
-    for attend in (ring_attention, gathered_attention):
+    for attend in (ring_attention, all_gather_attention):
         with pytest.raises(ValueError, match="2 rows of 8 tokens, but the batch has 1 rows"):
             attend(x, x, x, axis, PLAIN_BLOCKS, Documents([[0, 8], [0, 3, 8]]))

@@ -17,7 +17,7 @@ from mcore_parallel.data_parallel.buckets import (
     shard_ranges,
 )
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.sharding import NamedParameter, whole
+from mcore_parallel.sharding import NamedParameter, whole_layout
 
 AXIS = Axis("tp", 2, 0, None, (0, 1))
 
@@ -55,9 +55,11 @@ def test_ranks_own_equal_ranges_even_where_all_is_padding():
 
 
 def named(name, *shape, dtype=torch.float32, data="dense", **axes):
-    layout = replace(whole(name, shape, axes.get("partial", AXIS), axes.get("partial", AXIS)))
+    layout = replace(
+        whole_layout(name, shape, axes.get("partial", AXIS), axes.get("partial", AXIS))
+    )
     if "partial" not in axes:
-        layout = whole(name, shape)
+        layout = whole_layout(name, shape)
     layout = replace(layout, data=data, tied=axes.get("tied", layout.tied))
     return NamedParameter(name, nn.Parameter(torch.randn(shape).to(dtype)), layout)
 

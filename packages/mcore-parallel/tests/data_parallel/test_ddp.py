@@ -32,7 +32,14 @@ from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.sharding import ParamLayout, Part, named_shards, replicated, sliced, whole
+from mcore_parallel.sharding import (
+    ParamLayout,
+    Part,
+    named_shards,
+    replicated,
+    sliced_layout,
+    whole_layout,
+)
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical
 
@@ -53,7 +60,7 @@ class Experts(nn.Module):
             nn.Parameter(torch.empty(HIDDEN, HIDDEN, dtype=torch.float64)) for _ in mine
         )
         self.weights.layouts = lambda: {
-            str(i): replace(whole(f"{self.first + i}", (HIDDEN, HIDDEN)), data="expert")
+            str(i): replace(whole_layout(f"{self.first + i}", (HIDDEN, HIDDEN)), data="expert")
             for i in mine
         }
 
@@ -88,10 +95,10 @@ class Toy(nn.Module):
         tp = self.tp
         first = (tp.rank * HEADS // tp.size) * HEAD
         return {
-            "table": sliced("table", (VOCAB, HIDDEN), 0, tp, (self.rows, HIDDEN)),
-            "norm": whole("norm", (HIDDEN,), tp, tp),
-            "column": sliced("column", (FFN, HIDDEN), 0, tp),
-            "column_bias": sliced("column.bias", (FFN,), 0, tp),
+            "table": sliced_layout("table", (VOCAB, HIDDEN), 0, tp, (self.rows, HIDDEN)),
+            "norm": whole_layout("norm", (HIDDEN,), tp, tp),
+            "column": sliced_layout("column", (FFN, HIDDEN), 0, tp),
+            "column_bias": sliced_layout("column.bias", (FFN,), 0, tp),
             "keys": ParamLayout(
                 (
                     Part(
@@ -105,8 +112,8 @@ class Toy(nn.Module):
                     ),
                 )
             ),
-            "row": sliced("row", (HIDDEN, FFN), 1, tp),
-            "unused": whole("unused", (3,), tp),
+            "row": sliced_layout("row", (HIDDEN, FFN), 1, tp),
+            "unused": whole_layout("unused", (3,), tp),
         }
 
     def forward(self, x, ids, mask):

@@ -18,7 +18,13 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
-from mcore_parallel.sharding import ParamLayout, Part, named_parameters, named_shards, whole
+from mcore_parallel.sharding import (
+    ParamLayout,
+    Part,
+    named_parameters,
+    named_shards,
+    whole_layout,
+)
 from mcore_parallel.testing.ranks import gather_logical
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
@@ -185,7 +191,7 @@ class Stacked(nn.Module):
                     Part("k.bias", (2,), (0,), (4,), (2,)),
                 )
             ),
-            "wide_bias": whole("bias", (2, 3)),
+            "wide_bias": whole_layout("bias", (2, 3)),
         }
 
 

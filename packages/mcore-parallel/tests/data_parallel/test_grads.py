@@ -22,7 +22,7 @@ from mcore_parallel.sharding import (
     Piece,
     Shard,
     named_shards,
-    whole,
+    whole_layout,
 )
 from mcore_parallel.testing.ranks import gather_logical
 
@@ -100,10 +100,10 @@ def partial_and_tied_sums():
     """Strided groups on purpose: tp is {0, 1}, {2, 3} and the other axis {0, 2}, {1, 3}."""
     ctx = ParallelContext.build(config(2))
     own = 10.0 ** torch.tensor(float(ctx.global_rank))
-    norm = named("norm", whole("norm", (2,), ctx.tp, ctx.tp))
-    scale = named("scale", whole("scale", (3,), ctx.dp, ctx.dp))
+    norm = named("norm", whole_layout("norm", (2,), ctx.tp, ctx.tp))
+    scale = named("scale", whole_layout("scale", (3,), ctx.dp, ctx.dp))
     rows = named("rows", partial_rows(ctx.tp))
-    tied = named("tied", tie(whole("tied", (2,)), ctx.dp))
+    tied = named("tied", tie(whole_layout("tied", (2,)), ctx.dp))
     gradients = [(n, torch.full(tuple(n.parameter.shape), own.item())) for n in (norm, scale)]
     gradients += [(rows, torch.full((3, 2), own.item())), (tied, torch.full((2,), own.item()))]
     sum_partial_gradients(gradients)

@@ -19,7 +19,7 @@ from mcore_parallel.optimizers.config import AdamConfig, MuonConfig, SoapConfig
 from mcore_parallel.optimizers.muon import Muon
 from mcore_parallel.optimizers.soap import Soap
 from mcore_parallel.optimizers.update_rule import UpdateGroup
-from mcore_parallel.sharding import ParamLayout, Part, sliced, whole
+from mcore_parallel.sharding import ParamLayout, Part, sliced_layout, whole_layout
 from mcore_parallel.testing.ranks import gather_logical
 
 D, E = 8, 4
@@ -77,8 +77,8 @@ class Block(nn.Module):
             local += share
         return {
             "qkv": ParamLayout(tuple(parts)),
-            "proj": sliced("proj.weight", (D, D), 1, tp),
-            "norm": whole("norm.weight", (D,), tp),
+            "proj": sliced_layout("proj.weight", (D, D), 1, tp),
+            "norm": whole_layout("norm.weight", (D,), tp),
         }
 
 

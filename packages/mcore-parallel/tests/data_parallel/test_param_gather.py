@@ -13,7 +13,7 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.sharding import named_shards, whole
+from mcore_parallel.sharding import named_shards, whole_layout
 from mcore_parallel.testing.ranks import gather_logical
 
 PLAIN = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=20)
@@ -27,7 +27,7 @@ class Expert(nn.Linear):
 
     def layouts(self):
         parts = {"weight": self.weight.shape, "bias": self.bias.shape}
-        return {n: replace(whole("", tuple(s)), data="expert") for n, s in parts.items()}
+        return {n: replace(whole_layout("", tuple(s)), data="expert") for n, s in parts.items()}
 
 
 class Model(nn.Module):

@@ -18,9 +18,9 @@ from mcore_parallel.launch.launcher import (
     RankEnvironment,
     free_port,
     initialize,
-    keep_compiled_kernels,
     launch_local,
     num_cores,
+    prepare_kernel_packages,
     read_environment,
     shut_down,
 )
@@ -94,7 +94,7 @@ def test_compiled_kernels_are_kept_in_a_folder_that_no_other_user_can_write(
     if owner == "another user":
         monkeypatch.setattr(os, "getuid", lambda: folder.parent.stat().st_uid + 1)
         folder = tmp_path / f"mcore-kernels-{os.getuid()}"
-    keep_compiled_kernels()
+    prepare_kernel_packages()
     assert folder.stat().st_mode & 0o777 == 0o700
     expected = ["1", str(folder / "flash-attn-4"), "chosen by the user"]
     if owner == "another user":

@@ -32,7 +32,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
 )
 from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.sharding import ParamLayout, named_shards, whole
+from mcore_parallel.sharding import ParamLayout, named_shards, whole_layout
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical
 
@@ -63,7 +63,9 @@ class Chunk(nn.Module):
 
     def layouts(self):
         return {
-            "embedding": ParamLayout(whole("embedding", (VOCAB, HIDDEN)).parts, tied=self.ends)
+            "embedding": ParamLayout(
+                whole_layout("embedding", (VOCAB, HIDDEN)).parts, tied=self.ends
+            )
         }
 
     def forward(self, x, ids):

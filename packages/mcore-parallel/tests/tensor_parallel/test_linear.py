@@ -15,7 +15,7 @@ from mcore_parallel.rng import fill_normal_
 from mcore_parallel.sharding import named_parameters, named_shards
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -99,7 +99,11 @@ def axis_of(kind):
 
 def check_column(kind, sequence_parallel, compiled):
     axis, replicas = axis_of(kind)
-    outputs = (Output("q", 8), Output("k", 2, replicas), Output("v", 6, replicas))
+    outputs = (
+        LinearOutput("q", 8),
+        LinearOutput("k", 2, replicas),
+        LinearOutput("v", 6, replicas),
+    )
     layer = ColumnParallelLinear(
         D,
         outputs,
@@ -159,8 +163,8 @@ def check_row(kind, sequence_parallel, compiled):
     torch.compiler.reset()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
 
-    (weight,) = whole_weight((Output("", D),), "weight", features)
-    (bias,) = whole_weight((Output("", D),), "bias")
+    (weight,) = whole_weight((LinearOutput("", D),), "weight", features)
+    (bias,) = whole_weight((LinearOutput("", D),), "bias")
     x = normal("x", S, B, features).requires_grad_()
     upstream = normal("grad", S, B, D)
     expected = F.linear(x, weight, bias)
@@ -216,12 +220,12 @@ def test_rows_that_do_not_divide_are_refused_with_the_sizes():
         RowParallelLinear(6, D, axis=axis)
     with pytest.raises(ValueError, match="blocks of 3 replicas do not divide axis tp of 4"):
         ColumnParallelLinear(
-            D, [Output("k", 6, Axis("tp_block_3", 3, 0, None, (0, 1, 2)))], axis=axis
+            D, [LinearOutput("k", 6, Axis("tp_block_3", 3, 0, None, (0, 1, 2)))], axis=axis
         )
 
 
 def test_shares_of_every_rank_make_the_weight_of_one_rank_bitwise():
-    alone = ColumnParallelLinear(D, (Output("q", 8), Output("k", 4)), bias=True)
+    alone = ColumnParallelLinear(D, (LinearOutput("q", 8), LinearOutput("k", 4)), bias=True)
     alone.reset_parameters(seed=5)
     row_alone = RowParallelLinear(8, D)
     row_alone.reset_parameters(seed=5)
@@ -229,7 +233,7 @@ def test_shares_of_every_rank_make_the_weight_of_one_rank_bitwise():
         axis = Axis("tp", 4, rank, None, (0, 1, 2, 3))
         block = Axis("tp_block_2", 2, rank % 2, None, (0, 1))
         layer = ColumnParallelLinear(
-            D, (Output("q", 8), Output("k", 4, block)), bias=True, axis=axis
+            D, (LinearOutput("q", 8), LinearOutput("k", 4, block)), bias=True, axis=axis
         )
         layer.reset_parameters(seed=5)
         q, k = layer.weight.split(layer.output_sizes)

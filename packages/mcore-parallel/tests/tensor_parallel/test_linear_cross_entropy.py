@@ -11,7 +11,7 @@ from warm_ranks import run_ranks
 from mcore_parallel import ParallelConfig, ParallelContext
 from mcore_parallel.autograd.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.collectives import all_gather, own_slice
-from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
+from mcore_parallel.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 S, B, D, V = 6, 3, 8, 11
 
@@ -45,7 +45,7 @@ def twin(x, weight, labels, weights, label_smoothing, softcap=0.0, z_loss=0.0):
 def test_head_loss_equals_whole_logits(label_smoothing, softcap, z_loss, chunk_tokens):
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, label_smoothing, softcap, z_loss)
-    total, losses = head_loss(
+    total, losses = linear_cross_entropy(
         x.requires_grad_(),
         weight.requires_grad_(),
         labels,
@@ -69,7 +69,7 @@ def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
     grad_slot(weight).main = torch.full_like(weight, torch.nan)
     grad_slot(weight).is_stale = True
     for times in (1, 2):
-        head_loss(
+        linear_cross_entropy(
             x.requires_grad_(),
             weight,
             labels,
@@ -86,7 +86,9 @@ def test_without_gradients_nothing_is_added_to_the_main_gradient():
     weight.requires_grad_()
     grad_slot(weight).main = torch.zeros_like(weight)
     with torch.no_grad():
-        total, losses = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+        total, losses = linear_cross_entropy(
+            x.requires_grad_(), weight, labels, weights, vocab_size=V
+        )
     torch.testing.assert_close(total, want[0])
     torch.testing.assert_close(losses, want[1])
     assert not grad_slot(weight).main.any()
@@ -96,7 +98,7 @@ def test_a_head_without_tokens_has_no_gradient():
     _, weight, labels, weights = inputs()
     x = torch.zeros(0, B, D, dtype=torch.float64, requires_grad=True)
     empty = {"labels": labels[:, :0], "weights": weights[:, :0]}
-    head_loss(x, weight.requires_grad_(), vocab_size=V, **empty)[0].backward()
+    linear_cross_entropy(x, weight.requires_grad_(), vocab_size=V, **empty)[0].backward()
     assert not weight.grad.any()
 
 
@@ -107,7 +109,9 @@ def test_head_loss_adds_into_the_main_gradient_and_says_when():
     grad_slot(weight).main = torch.ones_like(weight)
     told = []
     grad_slot(weight).on_ready = lambda: told.append(True)
-    head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)[0].backward()
+    linear_cross_entropy(x.requires_grad_(), weight, labels, weights, vocab_size=V)[
+        0
+    ].backward()
     assert weight.grad is None
     assert told == [True]
     torch.testing.assert_close(grad_slot(weight).main, want + 1)
@@ -115,7 +119,7 @@ def test_head_loss_adds_into_the_main_gradient_and_says_when():
 
 def test_a_gradient_other_than_one_is_refused():
     x, weight, labels, weights = inputs()
-    total, _ = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    total, _ = linear_cross_entropy(x.requires_grad_(), weight, labels, weights, vocab_size=V)
     with pytest.raises(RuntimeError, match="root of backward"):
         (2 * total).backward()
 
@@ -138,7 +142,9 @@ class LiveLogits(TorchDispatchMode):
 def test_one_chunk_of_logits_is_in_memory_at_a_time():
     x, weight, labels, weights = inputs()
     with LiveLogits() as seen:
-        head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V, chunk_tokens=5)
+        linear_cross_entropy(
+            x.requires_grad_(), weight, labels, weights, vocab_size=V, chunk_tokens=5
+        )
     assert len(seen.made) == 3
     assert seen.most == 1
 
@@ -146,14 +152,14 @@ def test_one_chunk_of_logits_is_in_memory_at_a_time():
 def test_a_token_without_weight_cannot_spoil_the_loss():
     x, weight, labels, weights = inputs()
     x[2:, 1] = torch.inf  # the positions of row 1 that carry no weight
-    total, _ = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    total, _ = linear_cross_entropy(x.requires_grad_(), weight, labels, weights, vocab_size=V)
     assert torch.isfinite(total)
 
 
 def test_a_head_too_small_for_the_vocabulary_is_refused():
     x, weight, labels, weights = inputs()
     with pytest.raises(ValueError, match="cannot hold a vocabulary of 12"):
-        head_loss(x, weight, labels, weights, vocab_size=12)
+        linear_cross_entropy(x, weight, labels, weights, vocab_size=12)
 
 
 def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
@@ -164,7 +170,7 @@ def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
     local = own_slice(F.pad(weight, (0, 0, 0, padded - V)), ctx.tp).clone()
     local[max(0, min(V - ctx.tp.rank * len(local), len(local))) :] = 100.0  # must not matter
     mine = (own_slice(x, ctx.tp) if sequence_parallel else x).clone().requires_grad_()
-    total, losses = head_loss(
+    total, losses = linear_cross_entropy(
         mine,
         local.requires_grad_(),
         labels,
@@ -206,7 +212,7 @@ def test_kernels_equal_plain_torch_on_a_gpu(label_smoothing):
     want = twin(x.double(), weight[:8990].double(), labels, weights.double(), label_smoothing)
     x.requires_grad_()
     weight.requires_grad_()
-    total, losses = head_loss(
+    total, losses = linear_cross_entropy(
         x, weight, labels, weights, vocab_size=8990, label_smoothing=label_smoothing
     )
     total.backward()

@@ -7,7 +7,7 @@ data-parallel engine and optimizer in this order, since each attaches to the one
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -25,7 +25,7 @@ from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.layers.layer_setup import Execution
 from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
-from mcore_models.protocol import Entry, MicroBatch, TrainableModel, share_embedding
+from mcore_models.protocol import BatchEntry, MicroBatch, TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
@@ -55,6 +55,12 @@ from mcore_train.graphs.whole_step import BackwardRecorder
 from mcore_train.objectives.objective import Objective, objective_class
 from mcore_train.objectives.reference import FrozenModel, build_frozen_model
 from mcore_train.pipeline import Pipeline
+from mcore_train.planning.expert_wgrads import (
+    choose_expert_wgrads,
+    is_automatic,
+    with_number,
+)
+from mcore_train.planning.system import SYSTEMS, system_of_device
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 from mcore_train.updating.loss_scaling import LossScaler
@@ -163,7 +169,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, BatchEntry]:
         """Entries of a batch: those of the model, and those that the objective adds."""
         return {**self.chunks[0].entries, **self._objective_entries}
 
@@ -175,11 +181,11 @@ class Run:
         return read | frozenset(self._objective_entries if has_loss else ())
 
     @property
-    def _objective_entries(self) -> Mapping[str, Entry]:
+    def _objective_entries(self) -> Mapping[str, BatchEntry]:
         """Entries that the objective adds, and those that a frozen model has stored."""
         is_stored = self.plan.config.objective.reference_cache
         stored = self.objective.stored_entries if is_stored else ()
-        return {**self.objective.added_entries, **dict.fromkeys(stored, Entry())}
+        return {**self.objective.added_entries, **dict.fromkeys(stored, BatchEntry())}
 
     @property
     def loss_names(self) -> list[str]:
@@ -228,7 +234,7 @@ def assemble(
         ValueError: if data or tokenizer do not fit the flags.
         FileNotFoundError: if a file that the flags name does not exist.
     """
-    plan = continue_plan(plan)
+    plan = _with_expert_wgrads(continue_plan(plan), ctx)
     config, tables = plan.config, tables or Tables()
     tokenizer = load_tokenizer(config)
     objective_type = objective_class(config)
@@ -297,6 +303,22 @@ def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentStep
 
 def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
     return GradientNoise(data_parallel) if isinstance(data_parallel, DataParallel) else None
+
+
+def _with_expert_wgrads(plan: Plan, ctx: ParallelContext) -> Plan:
+    """Return the plan with the choice for ``--moe-wgrad-micro-batches auto``, if on GPUs.
+
+    All-reduces the memory of the ranks' GPUs over the world.
+    """
+    if ctx.device.type != "cuda" or plan.expert_wgrads or not is_automatic(plan.config):
+        return plan
+    memory_bytes = torch.tensor(torch.cuda.mem_get_info(ctx.device)[1], device=ctx.device)
+    chosen = choose_expert_wgrads(
+        *(plan.config, plan.family, plan.world_size, plan.vocab_size),
+        system_of_device(torch.cuda.get_device_name(ctx.device)) or SYSTEMS["h200"],
+        float(all_reduce(memory_bytes, ctx.world, "min")),
+    )
+    return replace(plan, expert_wgrads=chosen)
 
 
 def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
@@ -370,6 +392,8 @@ def _build_chunks(
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
+    if chosen := plan.expert_wgrads:
+        config = with_number(config, chosen.num_together)
     gemms = layer_gemms(
         config.fp8,
         ctx,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mcore_base.options import ON, Because, Options, Rule, When, flag, option
 from mcore_models.config import expert_sizes
+from mcore_parallel.optimizers.config import OptimizerName
 
 DecayStyle = Literal[
     "constant", "linear", "cosine", "inverse-square-root", "WSD", "power", "stages"
@@ -186,9 +187,7 @@ class PrecisionConfig(Options):
 class OptimizerConfig(Options):
     """Optimizer, learning rate, weight decay and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"] = (
-        "adam"
-    )
+    optimizer: OptimizerName = "adam"
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
     momentum, weight decay added to the gradient; lion: the sign of an interpolated momentum;
     schedule_free: AdamW that averages its weights in place of a decay of the learning rate;

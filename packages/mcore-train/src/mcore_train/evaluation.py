@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvalScore:
     """Loss of a model on a text: sums over tokens."""
 
     loss_sum: float
@@ -149,7 +149,7 @@ class Evaluations:
 
 def validate(
     run: Run, reporter: Reporter, between_batches: Callable[[], None] = lambda: None
-) -> Score:
+) -> EvalScore:
     """Score the validation data, always the same samples, and report.
 
     With ``--full-validation`` these are all samples. Several sets
@@ -163,12 +163,12 @@ def validate(
     Returns:
         The score over all sets.
     """
-    total = Score(0.0, 0)
+    total = EvalScore(0.0, 0)
     for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
         batches, num_batches = valid_batches(run, dataset)
         score = evaluate(run, batches, num_batches, between_batches)
         _report_score(run, reporter, "valid", score, name)
-        total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
+        total = EvalScore(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
 
 
@@ -180,7 +180,7 @@ def score_test_data(run: Run, reporter: Reporter, between_batches: Callable[[], 
 
 
 def _report_score(
-    run: Run, reporter: Reporter, split: str, score: Score, name: str = ""
+    run: Run, reporter: Reporter, split: str, score: EvalScore, name: str = ""
 ) -> None:
     others = "".join(f" {loss} value: {value:.6E} |" for loss, value in score.others.items())
     step, loss_name = run.progress.iteration, run.loss_names[0]
@@ -208,7 +208,7 @@ def evaluate(
     batches: Iterable[Mapping[str, Tensor]],
     num_batches: int,
     between_batches: Callable[[], None] = lambda: None,
-) -> Score:
+) -> EvalScore:
     """Score the model on micro-batches of this data rank; all ranks call it together.
 
     Args:
@@ -237,7 +237,7 @@ def evaluate(
             chunk.train()
     totals = all_reduce(all_reduce(totals, run.ctx.dp_cp), run.ctx.pp)
     (loss_sum, num_tokens), *others = totals.tolist()
-    return Score(
+    return EvalScore(
         loss_sum,
         int(num_tokens),
         {name: total / max(1.0, n) for name, (total, n) in zip(names[1:], others, strict=True)},

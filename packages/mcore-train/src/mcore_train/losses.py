@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.protocol import TEXT, Entry, MicroBatch
+from mcore_models.protocol import TEXT, BatchEntry, MicroBatch
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_split
@@ -46,7 +46,7 @@ def place(
     ctx: ParallelContext,
     *,
     has_own_positions: bool = False,
-    entries: Mapping[str, Entry] = TEXT,
+    entries: Mapping[str, BatchEntry] = TEXT,
     read: Collection[str] = tuple(TEXT),
 ) -> MicroBatch:
     """Move a batch to this rank's device and keep its context rank's part; no communication.
@@ -66,7 +66,7 @@ def place(
         packed = Documents.from_cu_seqlens(batch["cu_seqlens"])
         documents = None if packed.are_whole_rows else packed
 
-    def place_entry(name: str, entry: Entry) -> Tensor:
+    def place_entry(name: str, entry: BatchEntry) -> Tensor:
         device = ctx.device if name in read else torch.device("meta")
         tensor = batch[name].to(device, non_blocking=True)
         return zigzag_split(tensor, ctx.cp, 1) if entry.is_cut and tensor.dim() > 1 else tensor

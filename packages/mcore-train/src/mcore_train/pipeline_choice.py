@@ -152,8 +152,13 @@ def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
 
 
 def without_exchange(experts: MoEConfig) -> MoEConfig:
-    """Return options of experts without those of their exchange, which change no tensor."""
-    return replace(experts, moe_token_dispatcher_type="alltoall", moe_expert_rows_limit=0.0)
+    """Return options of experts without those of exchange and sums, which change no tensor."""
+    return replace(
+        experts,
+        moe_token_dispatcher_type="alltoall",
+        moe_expert_rows_limit=0.0,
+        moe_wgrad_micro_batches="auto",
+    )
 
 
 @lru_cache(maxsize=8)

@@ -42,6 +42,15 @@ from mcore_train.updating.lr_schedule import LRSchedule, build_lr_schedule
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWgrads:
+    """Choice of a run for ``--moe-wgrad-micro-batches auto``, made by its planner."""
+
+    num_together: int
+    """Micro-batches whose weight gradients of experts one GEMM adds."""
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A config that can run on a world, and every number that follows from the two."""
@@ -69,6 +78,9 @@ class Plan:
     """Learning rate and weight decay."""
     dtype: Dtype
     """Format of parameters and activations."""
+    expert_wgrads: ExpertWgrads | None = None
+    """Choice for --moe-wgrad-micro-batches auto, made when the device is known; None: not made,
+    which means 1."""
 
     def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.
@@ -355,6 +367,12 @@ def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) ->
     except ValueError as error:
         lines.append(str(error))
         return None
+
+
+def count_microbatches(config: TrainConfig, world_size: int) -> int:
+    """Return the forward passes of one rank in a step of the full batch; at least 1."""
+    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    return max(1, _global_batch_size(config, world_size) // micro)
 
 
 def _data_ranks(config: TrainConfig, world_size: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
-from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
+from mcore_moe.routing.router_stats import SUMMARY_COLUMNS, RouterStats, finish_step, summarize
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import NO_RATES
 from mcore_parallel.data_parallel.grads import clip_coefficient
@@ -44,8 +44,8 @@ class StepResult:
     lr: float
     """Learning rate of the update; not applied where the step is skipped."""
     balance: Float[Tensor, "L n"] | None = None
-    """Router statistics of this rank's layers, with the columns of ``mcore_moe.SUMMARY``; 0 for
-    layers of other stages and layers without experts."""
+    """Router statistics of this rank's layers, with the columns of mcore-moe's
+    ``SUMMARY_COLUMNS``; 0 for layers of other stages and layers without experts."""
     is_skipped: bool | Bool[Tensor, ""] = False
     """Whether the update was skipped: a bool if scaled gradients overflowed, which the host has
     read; a tensor on the device if the step may be a spike."""
@@ -296,6 +296,6 @@ def _finish_routers(run: Run, is_applied: Bool[Tensor, ""] | None) -> Float[Tens
         return int(number) + model.num_layers * (stack == "mtp")
 
     by_layer = {layer(name): row for name, row in zip(stats, rows, strict=True)}
-    zeros = torch.zeros(len(SUMMARY), device=run.ctx.device)
+    zeros = torch.zeros(len(SUMMARY_COLUMNS), device=run.ctx.device)
     depth = model.num_layers + model.mtp_num_layers
     return torch.stack([by_layer.get(layer, zeros) for layer in range(depth)])

@@ -14,7 +14,7 @@ from mcore_data.loading.loader import build_loader
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
-from mcore_train.batches.micro_batches import BatchPlace, train_batches, valid_batches
+from mcore_train.batches.micro_batches import BatchPosition, train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
 from mcore_train.evaluation import validate
@@ -52,7 +52,7 @@ def losses_of(run, until=0):
     return [report.loss for report in reports]
 
 
-def batches_from(place: BatchPlace):
+def batches_from(place: BatchPosition):
     """A caller's own loader: made-up rows, from any place on."""
     assert place.seq_length == TINY["seq_length"]
     return build_loader(
@@ -148,7 +148,7 @@ def score_in_layouts(options):
 
 
 def place_at(consumed_samples):
-    return BatchPlace(
+    return BatchPosition(
         consumed_samples=consumed_samples, micro_batch_size=2, seq_length=8,
         dp_rank=0, dp_size=1,
     )  # fmt: skip

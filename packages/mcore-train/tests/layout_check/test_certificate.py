@@ -9,8 +9,8 @@ import torch
 from mcore_train.layout_check.certificate import (
     Certificate,
     Line,
-    compare,
     compare_rounded,
+    compare_trials,
     draw,
     tensor_class,
     vanishing,
@@ -45,13 +45,13 @@ def certificate(lines):
 
 
 def test_an_equal_trial_passes_every_line():
-    found = certificate(compare(trial(), trial()))
+    found = certificate(compare_trials(trial(), trial()))
     assert found.passed
     assert "computes what one rank computes" in draw(found)
 
 
 def test_a_constant_factor_is_seen_in_loss_norm_and_gradients():
-    wrong = failed(compare(trial(2.0), trial()))
+    wrong = failed(compare_trials(trial(2.0), trial()))
     assert {what for what, _ in wrong} == {"loss", "gradient norm", "gradient"}
 
 
@@ -64,34 +64,34 @@ def test_the_update_of_a_vanishing_gradient_is_measured_by_the_largest_update():
     def moved(by):
         return replace(oracle, updates=updates | {"k.bias": torch.tensor([by])})
 
-    assert not failed(compare(moved(1e-13), oracle))
-    assert failed(compare(moved(1e-11), oracle)) == {("weights after steps", "k.bias")}
+    assert not failed(compare_trials(moved(1e-13), oracle))
+    assert failed(compare_trials(moved(1e-11), oracle)) == {("weights after steps", "k.bias")}
     also = replace(oracle, gradients=gradients | {"k.bias": torch.tensor([1e-9])})
-    assert failed(compare(moved(1e-13), also)) >= {("weights after steps", "k.bias")}
+    assert failed(compare_trials(moved(1e-13), also)) >= {("weights after steps", "k.bias")}
 
 
 def test_the_worst_tensor_of_a_class_is_named():
-    lines = compare(trial(shift=1e-6), trial())
+    lines = compare_trials(trial(shift=1e-6), trial())
     assert failed(lines) == {("gradient", "blocks.1.mlp.fc1.weight")}
     assert "FAILED blocks.1.mlp.fc1.weight" in draw(certificate(lines))
     assert "is WRONG" in draw(certificate(lines))
 
 
 def test_a_nan_fails():
-    assert failed(compare(replace(trial(), grad_norm=float("nan")), trial()))
+    assert failed(compare_trials(replace(trial(), grad_norm=float("nan")), trial()))
     nan = {"logits": torch.full((1, 2, 3), float("nan"), dtype=torch.float64)}
-    assert failed(compare(replace(trial(), logits=nan), trial()))
+    assert failed(compare_trials(replace(trial(), logits=nan), trial()))
     losses = replace(trial(), losses=[4.0, float("nan")])
-    assert failed(compare(losses, trial()))
+    assert failed(compare_trials(losses, trial()))
 
 
 def test_another_initial_weight_or_another_continued_run_fails_to_the_bit():
     other = {"embedding.weight": torch.full((2,), 1.0 + 1e-15, dtype=torch.float64)}
-    assert failed(compare(replace(trial(), initial=other), trial())) == {
+    assert failed(compare_trials(replace(trial(), initial=other), trial())) == {
         ("initial weights", "embedding.weight")
     }
     continued = replace(trial(), saved="a", final="b", resumed="c")
-    assert failed(compare(continued, trial())) == {("continued run", "")}
+    assert failed(compare_trials(continued, trial())) == {("continued run", "")}
 
 
 def test_numbers_of_layers_and_experts_are_no_part_of_a_class():
@@ -144,7 +144,7 @@ def test_the_coarsest_of_several_lone_runs_says_what_rounding_costs():
 
 
 def test_json_says_each_error_and_the_verdict():
-    table = json.loads(certificate(compare(trial(2.0), trial())).to_json())
+    table = json.loads(certificate(compare_trials(trial(2.0), trial())).to_json())
     assert table["passed"] is False
     assert table["layout"] == "2 ranks: tp2"
     assert {"what", "tensor", "worst", "error", "tolerance"} <= set(table["lines"][0])

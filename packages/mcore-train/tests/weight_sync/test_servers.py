@@ -22,8 +22,8 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_train.weight_sync.broadcast import TorchGroup, pickled_unique_id
-from mcore_train.weight_sync.hf_weights import HFWeights, combined_digest, save_folder
-from mcore_train.weight_sync.servers import join_sglang, join_vllm, load_folder
+from mcore_train.weight_sync.hf_weights import HFWeights, combined_digest, save_weights_folder
+from mcore_train.weight_sync.servers import join_sglang, join_vllm, load_weights_folder
 
 CONFIG = TransformerConfig(
     num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2
@@ -200,16 +200,16 @@ def test_a_server_that_refuses_the_group_is_reported_at_once(weights):
 def test_a_folder_is_loaded_by_sglang_and_old_versions_go(model, tmp_path):
     fake = FakeSGLang()
     for version in (1, 2, 13):
-        folder = save_folder(
+        folder = save_weights_folder(
             tmp_path, version, partial(read, model), description(), SINGLE, keep=2
         )
         assert (folder / "model.safetensors").is_file()
         if version < 13:
-            load_folder(fake.url, folder, version)
+            load_weights_folder(fake.url, folder, version)
             assert (fake.folder, fake.version) == (str(folder), str(version))
     assert len(list(tmp_path.glob("*/config.json"))) == 2
     with pytest.raises(RuntimeError, match="unlucky"):
-        load_folder(fake.url, folder, 13)
+        load_weights_folder(fake.url, folder, 13)
 
 
 def test_the_id_in_the_store_is_what_vllm_unpickles(monkeypatch):

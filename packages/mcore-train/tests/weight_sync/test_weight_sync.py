@@ -20,7 +20,7 @@ from mcore_train.checkpoints.adapter_bases import model_description, model_shard
 from mcore_train.composition import compose
 from mcore_train.resolution import build_plan
 from mcore_train.weight_sync.engine_sync import EngineSync
-from mcore_train.weight_sync.hf_weights import HFWeights, combined_digest, save_folder
+from mcore_train.weight_sync.hf_weights import HFWeights, combined_digest, save_weights_folder
 
 TINY = {
     "num_layers": 2,
@@ -81,7 +81,9 @@ def layouts_pushed_to_an_engine(folder):
             read = partial(model_shards, run)
             sync = EngineSync(whole.world, weights=read, round_bytes=2000)
             versions = [sync.push(), sync.push(7)]
-            folder_of = save_folder(folder / str(number), 1, read, description, run.ctx.world)
+            folder_of = save_weights_folder(
+                folder / str(number), 1, read, description, run.ctx.world
+            )
             sent = HFWeights(read, description, run.ctx.world, bucket_bytes=3000)
             tensors = [pair for bucket in sent.buckets() for pair in bucket]
             tensors = [(name, tensor.clone()) for name, tensor in tensors]

@@ -54,7 +54,7 @@ STATE_FORMATS = ("mcore", "megatron")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConversionReport:
     """Result of a conversion, for the command to print."""
 
     output: Path
@@ -91,7 +91,7 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a checkpoint to another format, or to its own (cast, reshard).
 
     Args:
@@ -157,7 +157,7 @@ def convert(
                     fingerprint = verify_written(
                         checkpoint, target_format, folder, judge, on_progress
                     )
-        return Report(
+        return ConversionReport(
             output,
             model_name,
             len(checkpoint.ours.entries),
@@ -188,7 +188,7 @@ def hf_to_mcore(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a Hugging Face folder to a run folder with a ``release``, as ``convert`` does."""
     return convert("hf", source, "mcore", output, options, on_progress=on_progress)
 
@@ -199,7 +199,7 @@ def mcore_to_hf(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a step of mcore to a Hugging Face folder, as ``convert`` does."""
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_base.stores import as_path
-from mcore_ckpt.conversion.conversion import Report
+from mcore_ckpt.conversion.conversion import ConversionReport
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.targets import target_model_type
@@ -35,7 +35,7 @@ def convert_adapters(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,  # noqa: ARG001 - they are small
-) -> Report:
+) -> ConversionReport:
     """Convert adapters without their base, with the signature of ``convert``.
 
     Raises:
@@ -53,7 +53,7 @@ def convert_adapters(
     return export_adapters(source, output)
 
 
-def export_adapters(source: str | Path, output: str | Path) -> Report:
+def export_adapters(source: str | Path, output: str | Path) -> ConversionReport:
     """Write the adapters of a step as a folder that PEFT reads.
 
     The adapters are held in memory. The folder is read back and compared: A and B must be equal
@@ -98,7 +98,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
         ):
             raise CheckpointError("a table of --modules-to-save differs when read back")
     num_bytes = sum(t.numel() * t.element_size() for t in adapters.values())
-    return Report(output, model_type, len(adapters), num_bytes, is_proven=True)
+    return ConversionReport(output, model_type, len(adapters), num_bytes, is_proven=True)
 
 
 def _links(step: Path) -> tuple[list[Link], Mapping[str, str], str]:

@@ -99,7 +99,7 @@ def reshard(
         return write_step(output, _step_of(step), items, index.extra, (step, index), num_files)
 
 
-def average(
+def average_checkpoints(
     sources: Sequence[str | Path], output: str | Path, *, on_progress: Progress | None = None
 ) -> Path:
     """Average the weights of several steps into a ``release``; optimizer states are dropped.
@@ -178,9 +178,9 @@ def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
 
 def _kept_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
     (source,) = sources
-    entry, average = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
+    entry, average_checkpoints = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
     stored_name = (
-        average if average in source.entries else name
+        average_checkpoints if average_checkpoints in source.entries else name
     )  # not averaged: biases of routers
     for begin, stop in row_groups(entry.shape):
         yield source.rows(stored_name, begin, stop).to(DTYPES[entry.dtype])

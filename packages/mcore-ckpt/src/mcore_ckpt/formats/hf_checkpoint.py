@@ -18,8 +18,8 @@ from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_file
 from mcore_ckpt.formats.open_checkpoint import (
     OpenCheckpoint,
     cast_rows,
-    describe_rows,
     link_tensors,
+    open_rows,
 )
 from mcore_ckpt.formats.recognition import (
     FUSED_EXPERTS,
@@ -107,8 +107,11 @@ def open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
         tokenizer, _ = small_files(path)
         # Adapters with new tokens have a longer table of embeddings than the base.
         rows = theirs.entries["embedding.weight"].shape[0]
-        yield OpenCheckpoint(
-            *describe_rows(base.description | {"vocab_size": rows}, links, theirs, options),
+        yield open_rows(
+            base.description | {"vocab_size": rows},
+            links,
+            theirs,
+            options,
             hf=base.hf,
             tokenizer=tokenizer or base.tokenizer,
             generation=base.generation,

@@ -14,7 +14,7 @@ from mcore_ckpt.formats.open_checkpoint import (
     PREFIX,
     OpenCheckpoint,
     cast_rows,
-    describe_rows,
+    open_rows,
     with_state,
 )
 from mcore_ckpt.mapping.adapters import MergedTensors, find_base
@@ -50,8 +50,11 @@ def open_native(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]
             stored, hf = stack.enter_context(_merged(step, stored, adapter))
         links = [Link((name,), name) for name in stored.entries]
         theirs = cast_rows(stored, options)
-        checkpoint = OpenCheckpoint(
-            *describe_rows(description, links, theirs, options),
+        checkpoint = open_rows(
+            description,
+            links,
+            theirs,
+            options,
             hf=hf,
             tokenizer=tokenizer,
             generation=generation,

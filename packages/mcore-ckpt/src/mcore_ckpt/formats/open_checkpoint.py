@@ -100,15 +100,24 @@ def link_tensors(
     links = expand(table)
     for name in match_theirs(table, links, theirs.entries):
         compare_copy(theirs, name, table.copies[name])
-    return OpenCheckpoint(
-        *describe_rows(description, links, cast_rows(theirs, options), options), **more
-    )
+    return open_rows(description, links, cast_rows(theirs, options), options, **more)
 
 
-def describe_rows(
-    description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ConvertOptions
-) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
-    """Return description, links and rows of an ``OpenCheckpoint``; resizes the vocabulary.
+def open_rows(
+    description: dict[str, Any],
+    links: Sequence[Link],
+    theirs: Rows,
+    options: ConvertOptions,
+    **more: Any,
+) -> OpenCheckpoint:
+    """Return a checkpoint whose rows have logical names; resizes the vocabulary.
+
+    Args:
+        description: of the model.
+        links: mapping of the checkpoint's tensors to logical tensors.
+        theirs: tensors under the checkpoint's names, cast already.
+        options: the size of the vocabulary.
+        more: other fields of the ``OpenCheckpoint``.
 
     Raises:
         ValueError: if a tensor's shape is not that of the description.
@@ -118,7 +127,7 @@ def describe_rows(
     if options.vocab_size and options.vocab_size != description["vocab_size"]:
         ours = ResizedTensors(ours, dict.fromkeys(PADDED, options.vocab_size))
         description = {**description, "vocab_size": options.vocab_size}
-    return description, links, theirs, ours
+    return OpenCheckpoint(description, links, theirs, ours, **more)
 
 
 def cast_rows(theirs: Rows, options: ConvertOptions) -> Rows:

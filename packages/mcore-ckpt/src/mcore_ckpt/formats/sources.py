@@ -4,8 +4,7 @@ Headers, indices and configs are read on opening; tensors are read by rows when 
 The module of a format is imported when a checkpoint of that format is opened.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mcore_base.stores import as_path
@@ -19,11 +18,10 @@ FORMATS = ("hf", "mcore", "megatron", "dcp")
 _AS_STORED = ConvertOptions()
 
 
-@contextmanager
 def opened(
     form: str, path: str | Path, options: ConvertOptions = _AS_STORED
-) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of a format; yield it and close its files at the end.
+) -> AbstractContextManager[OpenCheckpoint]:
+    """Return a context that opens a checkpoint of a format, and closes its files at the end.
 
     Args:
         form: one of ``FORMATS``.
@@ -34,13 +32,7 @@ def opened(
         ValueError: if the model cannot be represented, or its description is missing.
         CheckpointError: if files are damaged, or hold a pickle with names that are not allowed.
     """
-    with _open(form, as_path(path), options) as checkpoint:
-        yield checkpoint
-
-
-def _open(
-    form: str, path: Path, options: ConvertOptions
-) -> AbstractContextManager[OpenCheckpoint]:
+    path = as_path(path)
     if form == "hf":
         from mcore_ckpt.formats.hf_checkpoint import open_hf, open_peft
 

@@ -28,7 +28,7 @@ def finalize_index(index: Index, folder: Path, rows: Mapping[str, str] | None = 
         for path in _files_below(folder)
         if path.name != INDEX and str(path.relative_to(folder)) not in index.files
     }
-    return replace(index, beside=dict(sorted(small_files.items()))).to_bytes(rows)
+    return replace(index, small_files=dict(sorted(small_files.items()))).to_bytes(rows)
 
 
 def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -> None:
@@ -43,7 +43,7 @@ def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -
     Raises:
         CheckpointError: with the first file that is missing or differs.
     """
-    whole = [(name, entry, False) for name, entry in index.beside.items()]
+    whole = [(name, entry, False) for name, entry in index.small_files.items()]
     headers = [(name, entry, True) for name, entry in index.files.items()]
     for name, entry, is_header in (whole + headers)[part::num_parts]:
         path = folder / name

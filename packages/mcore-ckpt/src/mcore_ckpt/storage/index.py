@@ -114,8 +114,8 @@ class Index:
     """JSON given by the caller of the save."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Tensor files."""
-    beside: Mapping[str, FileEntry] = field(default_factory=dict)
-    """All other files of the step except the index, by path within it."""
+    small_files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """All other files of the step except the index, by path within it; ``beside`` in JSON."""
 
     def to_bytes(self, rows: Mapping[str, str] | None = None) -> bytes:
         """Return the text of ``index.json``, with one line for each tensor.
@@ -125,7 +125,7 @@ class Index:
         """
         head = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES}
         head |= {"extra": dict(self.extra)}
-        for key, files in (("files", self.files), ("beside", self.beside)):
+        for key, files in (("files", self.files), ("beside", self.small_files)):
             head[key] = {name: [one.num_bytes, one.digest] for name, one in files.items()}
         lines = json.dumps(head, indent=1)[:-2] + ',\n "tensors": {'
         if rows is None:
@@ -189,11 +189,11 @@ def read_index(folder: str | Path) -> Index:
         raise CheckpointError(f"{path} is damaged: its digest differs from its content.")
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
-        files, beside = (
+        files, small_files = (
             {name: FileEntry(*one) for name, one in table[key].items()}
             for key in ("files", "beside")
         )
-        index = Index(tensors, dict(table["extra"]), files, beside)
+        index = Index(tensors, dict(table["extra"]), files, small_files)
         _check_files(as_path(folder), index)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
@@ -235,7 +235,7 @@ def _entry(row: list[Any]) -> TensorEntry:
 
 
 def _check_files(folder: Path, index: Index) -> None:
-    for name in (*index.files, *index.beside):
+    for name in (*index.files, *index.small_files):
         path_within(folder, name)
     for name, entry in index.tensors.items():
         if not {chunk.file for chunk in entry.chunks} <= index.files.keys():

@@ -116,10 +116,10 @@ def _run(
     from mcore_infer.server.app import Server
     from mcore_infer.server.worker import EngineClient
 
-    front = EngineClient(worker, config.max_queued_requests)
+    engine_client = EngineClient(worker, config.max_queued_requests)
     http = uvicorn.Server(
         uvicorn.Config(
-            Server(served, front, limits).app(),
+            Server(served, engine_client, limits).app(),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -132,13 +132,13 @@ def _run(
     def end() -> None:
         http.should_exit = True
 
-    front.on_failure = end
+    engine_client.on_failure = end
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     print(f"serving {served.name} at http://{address}:{port}", flush=True)
     http.run(sockets=[listening])
-    if front.worker.failure is not None:
-        raise front.worker.failure
+    if engine_client.worker.failure is not None:
+        raise engine_client.worker.failure
     return 0
 
 

@@ -45,6 +45,8 @@ from mcore_models.protocol import LanguageModel
 if TYPE_CHECKING:
     from mcore_infer.engine.whole_step.whole_step import WholeStep
 
+log = logging.getLogger(__name__)
+
 Run = Callable[[], tuple[Tensor, Tensor]]
 """Returns the hidden state and logits of a step whose inputs have been filled in."""
 
@@ -52,6 +54,20 @@ _RARE = 8
 """Number of steps of one size that run in a larger graph before that size is recorded.
 Recording takes as long as tens of steps, and the number of rows falls quickly while a batch of
 texts ends."""
+_PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of recorded steps with prompts. On an H200 Llama-3-8B reads a prompt of 128, 512 or
+1024 tokens in 6, 14 or 30 ms with a graph, and in 33 to 37 ms without."""
+_ALWAYS_RECORDED = 256
+"""Largest size that is recorded for a model of any size."""
+_MOST_WORK = 1 << 38
+"""Largest product of the tokens of a size and the parameters of a layer. Larger steps keep the
+device busy without a graph, and their padding rows cost time. Llama-3-8B has 2 ** 28 parameters
+a layer."""
+_MOST_TABLE = 1 << 20
+"""Largest product of the tokens of a size and the pages of a request: entries of the page table
+that a step copies to the device."""
+_MOST_KEYS = 1 << 19
+"""Most keys that all tokens of a recorded step read together: 5 ms in Llama-3-8B."""
 
 
 def decode_sizes(max_requests: int) -> list[int]:
@@ -230,24 +246,6 @@ def _by_kernel(whole: "WholeStep") -> tuple[Tensor, Tensor]:
     return hidden, last_stage_logits(whole.model, hidden)
 
 
-log = logging.getLogger(__name__)
-
-_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of recorded steps. On an H200 Llama-3-8B reads a prompt of 128, 512 or 1024 tokens in
-6, 14 or 30 ms with a graph, and in 33 to 37 ms without."""
-_ALWAYS = 256
-"""Largest size that is recorded for a model of any size."""
-_MOST_WORK = 1 << 38
-"""Largest product of the tokens of a size and the parameters of a layer. Larger steps keep the
-device busy without a graph, and their padding rows cost time. Llama-3-8B has 2 ** 28 parameters
-a layer."""
-_MOST_TABLE = 1 << 20
-"""Largest product of the tokens of a size and the pages of a request: entries of the page table
-that a step copies to the device."""
-_MOST_KEYS = 1 << 19
-"""Most keys that all tokens of a recorded step read together: 5 ms in Llama-3-8B."""
-
-
 class PromptSteps:
     """Runs steps in which at least one chunk belongs to a prompt.
 
@@ -279,9 +277,11 @@ class PromptSteps:
         num_parameters = sum(weight.numel() for weight in model.parameters())
         # tokens * (parameters / layers) <= _MOST_WORK, and tokens * table_pages <= _MOST_TABLE.
         by_work = _MOST_WORK * model.config.num_layers // num_parameters
-        large = max(_ALWAYS, min(_SIZES[-1], by_work, _MOST_TABLE // table_pages))
+        large = max(
+            _ALWAYS_RECORDED, min(_PROMPT_SIZES[-1], by_work, _MOST_TABLE // table_pages)
+        )
         most = min(max_tokens, large)
-        self.sizes = [*(size for size in _SIZES if size < most), most]
+        self.sizes = [*(size for size in _PROMPT_SIZES if size < most), most]
         self.recorder, self.num_recorded = recorder, 0
         reason = unrecorded_reason(model)
         if has_recurrent_layers(model.config):

@@ -40,7 +40,7 @@ def sample(
     """
     if sampling.top_k == 1:
         return logits.argmax(-1)
-    prob = filtered(logits, sampling).softmax(-1).double()
+    prob = filter_logits(logits, sampling).softmax(-1).double()
     total = prob.cumsum(-1)  # [B, V]
     last = total[:, -1:]
     # Inverse transform: the first token whose cumulative probability exceeds draw * total. The
@@ -51,7 +51,9 @@ def sample(
     return chosen.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
 
 
-def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
+def filter_logits(
+    logits: Float[Tensor, "B V"], sampling: SamplingConfig
+) -> Float[Tensor, "B V"]:
     """Divide logits by the temperature and set cut-off tokens to -inf, in float32 or wider.
 
     Top-k comes first, then top-p, then min-p. Top-k keeps all tokens that tie with the k-th.

@@ -29,7 +29,7 @@ class Continuation(NamedTuple):
     """Number of tokens of the continuation."""
 
 
-class Judgement(NamedTuple):
+class ContinuationScore(NamedTuple):
     """A model's score of a continuation."""
 
     log_prob: float
@@ -38,9 +38,9 @@ class Judgement(NamedTuple):
     """Whether each of these tokens is the likeliest at its position."""
 
 
-def judge(
+def score_continuations(
     model: LanguageModel, rows: Sequence[Continuation], *, batch: int = 8, axis: Axis = SINGLE
-) -> list[Judgement]:
+) -> list[ContinuationScore]:
     """Score each continuation after its context.
 
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
@@ -77,7 +77,7 @@ def judge(
         else:
             _judged(model, [], shape)
     totals = all_reduce(scores, axis).tolist()
-    return [Judgement(log_prob, is_greedy > 0) for log_prob, is_greedy in totals]
+    return [ContinuationScore(log_prob, is_greedy > 0) for log_prob, is_greedy in totals]
 
 
 def _judged(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
-from mcore_infer.evaluation.continuations import Continuation, judge
+from mcore_infer.evaluation.continuations import Continuation, score_continuations
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -128,7 +128,9 @@ class Requests:
             # Keep the end of a long row; its first token must remain as context.
             ids = [*context, *target][-(self.max_length + 1) :]
             rows.append(Continuation(ids, min(len(target), len(ids) - 1)))
-        scores = judge(self.model, rows, batch=self.batch_size, axis=self.data_axis)
+        scores = score_continuations(
+            self.model, rows, batch=self.batch_size, axis=self.data_axis
+        )
         results = [(score.log_prob, score.is_greedy) for score in scores]
         for (pair, *_rest), result in zip(requests, results, strict=True):
             if pair is not None:

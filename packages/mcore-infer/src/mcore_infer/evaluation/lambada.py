@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.evaluation.continuations import Continuation, judge
+from mcore_infer.evaluation.continuations import Continuation, score_continuations
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -101,5 +101,5 @@ def score_lambada(
         continuation(tokenizer, text, strict=strict, context_tokens=context_tokens)
         for text in texts
     ]
-    scores = judge(model, rows, batch=batch, axis=axis)
+    scores = score_continuations(model, rows, batch=batch, axis=axis)
     return LambadaScore(sum(score.is_greedy for score in scores), len(scores))

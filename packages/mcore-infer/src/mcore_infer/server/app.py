@@ -77,13 +77,15 @@ class Server:
 
     Attributes:
         served: the model.
-        front: queues requests on the engine's thread.
+        engine_client: queues requests on the engine's thread.
         limits: access control and limits.
         metrics: counters of this server.
     """
 
-    def __init__(self, served: ServedModel, front: EngineClient, limits: Limits) -> None:
-        self.served, self.front, self.limits = served, front, limits
+    def __init__(
+        self, served: ServedModel, engine_client: EngineClient, limits: Limits
+    ) -> None:
+        self.served, self.engine_client, self.limits = served, engine_client, limits
         self.metrics = Metrics()
 
     def app(self) -> ASGIApp:
@@ -131,11 +133,11 @@ class Server:
         # stops all threads for 0.2 s: exclude the objects that exist now.
         gc.collect()
         gc.freeze()
-        self.front.start()
+        self.engine_client.start()
         try:
             yield
         finally:
-            self.front.worker.stop()
+            self.engine_client.worker.stop()
             gc.unfreeze()
             sys.setswitchinterval(interval)
 
@@ -147,7 +149,7 @@ class Server:
             else:
                 reply = read(raw)
             await self._prepare(reply)
-            return EngineResponse(reply, self.front, self.metrics, self.limits.timeouts)
+            return EngineResponse(reply, self.engine_client, self.metrics, self.limits.timeouts)
 
         def read(raw: bytes) -> Reply:
             max_ids = MAX_TEXTS * self.served.max_tokens
@@ -159,7 +161,7 @@ class Server:
         answer_s = self.limits.timeouts.answer_s
         try:
             async with asyncio.timeout(answer_s):
-                await self.front.prepare(reply.structures)
+                await self.engine_client.prepare(reply.structures)
         except TimeoutError:
             message = f"the answer took more than {answer_s:g} seconds."
             raise RequestError(504, message) from None
@@ -206,13 +208,13 @@ class Server:
 
     async def health(self, _request: Request) -> Response:
         """Return whether the engine runs: status 200, or 503 after a failure."""
-        is_ready = self.front.worker.failure is None
+        is_ready = self.engine_client.worker.failure is None
         status = {"status": "ok" if is_ready else "failed", "ready": is_ready}
         return _json(status, 200 if is_ready else 503)
 
     async def metrics_text(self, _request: Request) -> Response:
         """Return counters and gauges in Prometheus' format."""
-        counts = self.front.worker.requests.counts
+        counts = self.engine_client.worker.requests.counts
         text = self.metrics.text({name: (_GAUGES[name], counts[name]) for name in _GAUGES})
         return Response(text, media_type="text/plain; version=0.0.4")
 

@@ -138,7 +138,7 @@ class EngineResponse:
     """
 
     def __init__(
-        self, reply: Reply, front: EngineClient, metrics: Metrics, timeouts: Timeouts
+        self, reply: Reply, engine_client: EngineClient, metrics: Metrics, timeouts: Timeouts
     ) -> None:
         """Queue the requests of a reply; their structures must be compiled already.
 
@@ -146,7 +146,7 @@ class EngineResponse:
             RequestError: if the engine failed, or the server is full.
         """
         self.reply, self.metrics, self.timeouts = reply, metrics, timeouts
-        self.running = front.open(reply.requests)
+        self.group = engine_client.open(reply.requests)
         self.status = 499
         self._begin = self._last = time.monotonic()
         self._is_first = True
@@ -160,7 +160,7 @@ class EngineResponse:
             if not sending.done():
                 self.metrics.cancelled += 1
         finally:
-            self.running.close()
+            self.group.close()
             self.metrics.prompt_tokens += sum(len(r.prompt) for r in self.reply.requests)
             self.metrics.written_tokens += self.reply.num_written
             for task in (sending, leaving):
@@ -191,7 +191,7 @@ class EngineResponse:
     async def _complete(self) -> list[bytes]:
         """Wait for all texts; return the answer, built in a thread, in blocks."""
         pieces: list[list[AnswerPiece]] = [[] for _ in self.reply.answers]
-        async for index, piece in run_requests(self.reply, self.running):
+        async for index, piece in run_requests(self.reply, self.group):
             pieces[index].append(piece)
             self._count(bool(piece.text))
         return await asyncio.to_thread(self._blocks, pieces)
@@ -205,14 +205,14 @@ class EngineResponse:
                 blocks.append(bytes(block))
                 block.clear()
             worked = time.thread_time() - begin
-            if worked > _WORK_S and self.running.front.num_open > self.running.size:
+            if worked > _WORK_S and self.group.engine_client.num_open > self.group.size:
                 time.sleep(_REST * worked)
                 begin = time.thread_time()
         return [*blocks, bytes(block)]
 
     async def _send_events(self, send: Send) -> None:
         reply = self.reply
-        async for index, piece in run_requests(self.reply, self.running):
+        async for index, piece in run_requests(self.reply, self.group):
             if self.status == 499:
                 # The status is sent with the first event: the engine accepted the requests.
                 await self._start(send, 200, _EVENTS)
@@ -266,7 +266,7 @@ class EngineResponse:
 
 
 async def run_requests(
-    reply: Reply, running: OpenGroup
+    reply: Reply, group: OpenGroup
 ) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Read the engine's events; yield the index of each text and its new piece.
 
@@ -275,10 +275,10 @@ async def run_requests(
     Raises:
         RequestError: if the engine refuses a request, or fails.
     """
-    while running.num_left:
+    while group.num_left:
         pieces: dict[int, list[AnswerPiece]] = {}
-        for event in await running.next():
-            piece = _take(reply, running, event)
+        for event in await group.next():
+            piece = _take(reply, group, event)
             if piece:
                 pieces.setdefault(event.index, []).append(piece)
         for index, text_pieces in pieces.items():
@@ -290,9 +290,9 @@ async def run_requests(
                 yield index, joined
 
 
-def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
+def _take(reply: Reply, group: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, RefusedGroup):
-        running.num_left = 0
+        group.num_left = 0
         raise RequestError(400, event.what.message)
     if isinstance(event.what, EngineFailure):
         raise RequestError(503, event.what.message)
@@ -305,18 +305,18 @@ def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
             return None  # a token from before the engine received the cancellation
         piece = answer.add(event.what)
         if answer.finish_reason and not needs_result:
-            running.end(event.index, cancel=True)
+            group.end(event.index, cancel=True)
         return piece
     if event.what.finish_reason == "error" and not answer.finish_reason:
         raise RequestError(500, _UNFINISHED)
     if answer.finish_reason:
         if needs_result:
             answer.result = event.what
-            running.end(event.index)
+            group.end(event.index)
         return None
     piece = answer.finish(event.what)
     answer.result = event.what
-    running.end(event.index)
+    group.end(event.index)
     return piece
 
 

@@ -279,7 +279,7 @@ class EngineClient:
         self.worker, self.max_queued = worker, max_queued
         self.on_failure: Callable[[], None] = lambda: None
         self.num_open = 0
-        self._running: dict[int, OpenGroup] = {}
+        self._open_groups: dict[int, OpenGroup] = {}
 
     def start(self) -> None:
         """Start the engine's thread, whose events are delivered in the running loop."""
@@ -308,26 +308,26 @@ class EngineClient:
             raise RequestError(503, EngineFailure().message)
         if self.num_open + len(requests) > self.max_queued:
             raise RequestError(503, "the server is full: try again later.")
-        running = OpenGroup(self, self.worker.submit(requests), len(requests))
-        self._running[running.number] = running
+        group = OpenGroup(self, self.worker.submit(requests), len(requests))
+        self._open_groups[group.number] = group
         self.num_open += len(requests)
-        return running
+        return group
 
-    def close(self, running: "OpenGroup") -> None:
+    def close(self, group: "OpenGroup") -> None:
         """Remove a group and cancel its unfinished requests."""
-        if self._running.pop(running.number, None):
-            self.num_open -= running.size
-            if running.num_left:
-                self.worker.cancel(running.number)
+        if self._open_groups.pop(group.number, None):
+            self.num_open -= group.size
+            if group.num_left:
+                self.worker.cancel(group.number)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             if event.group < 0:  # a failure, which is an event of all groups
                 self.on_failure()
-                for running in self._running.values():
-                    running.events.put_nowait(event)
-            elif event.group in self._running:
-                self._running[event.group].events.put_nowait(event)
+                for group in self._open_groups.values():
+                    group.events.put_nowait(event)
+            elif event.group in self._open_groups:
+                self._open_groups[event.group].events.put_nowait(event)
 
 
 class OpenGroup:
@@ -340,8 +340,13 @@ class OpenGroup:
         events: delivered events that have not been read.
     """
 
-    def __init__(self, front: EngineClient, number: int, size: int) -> None:
-        self.front, self.number, self.size, self.num_left = front, number, size, size
+    def __init__(self, engine_client: EngineClient, number: int, size: int) -> None:
+        self.engine_client, self.number, self.size, self.num_left = (
+            engine_client,
+            number,
+            size,
+            size,
+        )
         self.events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def next(self) -> list[Event]:
@@ -355,11 +360,11 @@ class OpenGroup:
         """Count one request as finished; ``cancel`` also cancels the request on the engine."""
         self.num_left -= 1
         if cancel:
-            self.front.worker.cancel(self.number, index)
+            self.engine_client.worker.cancel(self.number, index)
 
     def close(self) -> None:
         """Cancel unfinished requests; may be called twice."""
-        self.front.close(self)
+        self.engine_client.close(self)
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:

@@ -21,7 +21,7 @@ from mcore_models.protocol import (
     LOSS_MASK,
     TEXT,
     TOKENS,
-    Entry,
+    BatchEntry,
     LanguageModel,
     MicroBatch,
     ModelState,
@@ -32,7 +32,10 @@ from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 MTP_TOKENS, MTP_LABELS, MTP_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
 """Entries ``[B, S, K]`` that ``prepare`` adds, one slice for each of K depths."""
 _ENTRIES = MappingProxyType(
-    {**TEXT, **{name: Entry(is_derived=True) for name in (MTP_TOKENS, MTP_LABELS, MTP_MASK)}}
+    {
+        **TEXT,
+        **{name: BatchEntry(is_derived=True) for name in (MTP_TOKENS, MTP_LABELS, MTP_MASK)},
+    }
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS, BlockAttention
-from mcore_parallel.context_parallel.packed_sequences import Pieces
+from mcore_parallel.context_parallel.packed_sequences import DocumentPieces
 
 _aten = torch.ops.aten
 WIDEST, _WIDEST_CUDNN = 256, 128
@@ -89,7 +89,7 @@ def _batch_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: DocumentPieces | None
 ) -> tuple[Tensor, Tensor]:
     options = 0.0, causal, False
     if pieces is None:
@@ -111,7 +111,7 @@ def _flash_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    pieces: Pieces | None,
+    pieces: DocumentPieces | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read with dropout only
     options = 0.0, causal, seed, seed
@@ -138,13 +138,13 @@ def _flash_backward(
 
 
 def _lengths(
-    q: Tensor, k: Tensor, causal: bool, pieces: Pieces
+    q: Tensor, k: Tensor, causal: bool, pieces: DocumentPieces
 ) -> tuple[Tensor, Tensor, int, int]:
     """Return cumulative lengths of queries and keys, and the longest piece of either."""
     borders = pieces.cu_seqlens(q.device)
     if causal:
         return borders, borders, pieces.longest, pieces.longest
-    return Pieces([0, q.shape[0]]).cu_seqlens(q.device), borders, q.shape[0], k.shape[0]
+    return DocumentPieces([0, q.shape[0]]).cu_seqlens(q.device), borders, q.shape[0], k.shape[0]
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -155,7 +155,7 @@ def _dense_by(dense_forward: Forward, dense_backward: Backward) -> BlockAttentio
     """Return blocks with the given kernels if dense, and torch's flash kernels if packed."""
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: DocumentPieces | None
     ) -> tuple[Tensor, Tensor]:
         if pieces is None:
             return dense_forward(q, k, v, causal)
@@ -169,7 +169,7 @@ def _dense_by(dense_forward: Forward, dense_backward: Backward) -> BlockAttentio
         out: Tensor,
         lse: Tensor,
         causal: bool,
-        pieces: Pieces | None,
+        pieces: DocumentPieces | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if pieces is None:
             return dense_backward(grad, q, k, v, out, lse, causal)

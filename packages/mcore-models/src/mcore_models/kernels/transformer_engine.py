@@ -8,6 +8,9 @@ This module calls the low-level functions of the library's own modules (``genera
 norms of ``transformer_engine_torch``); the extra pins the tested versions.
 """
 
+import logging
+from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import AttentionBackend
+from mcore_models.kernels.attention_backends import attend
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.norm import LayerNorm, RMSNorm
@@ -23,8 +27,11 @@ from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.transformer_engine import transformer_engine_linear
 from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
 from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, try_kernel, wave
 from mcore_parallel.precision.transformer_engine import by_transformer_engine
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+log = logging.getLogger(__name__)
 
 
 def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto") -> None:
@@ -41,17 +48,21 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
             an older cuDNN than torch was built for.
         ImportError: if Transformer Engine is not installed, or cannot be loaded.
     """
+    wrong_cudnn = (
+        "Transformer Engine has loaded the system's cuDNN instead of torch's: set CUDNN_HOME "
+        "to the folder nvidia/cudnn next to torch's folder, and put its lib first in "
+        "LD_LIBRARY_PATH."
+    )
     try:
-        import_module("transformer_engine.pytorch")
-        torch.backends.cudnn.version()
+        theirs = import_module("transformer_engine.pytorch").get_cudnn_version()
+        ours = torch.backends.cudnn.version() or 0
     except (OSError, RuntimeError) as error:
         if "cudnn" not in str(error).lower():
             raise
-        raise ValueError(
-            "Transformer Engine has loaded the system's cuDNN instead of torch's: put the "
-            "folder nvidia/cudnn/lib next to torch's folder first in LD_LIBRARY_PATH."
-        ) from error
-    attend = TransformerEngineAttention()
+        raise ValueError(wrong_cudnn) from error
+    if theirs[:2] != (ours // 10_000, ours % 10_000 // 100):  # 91900: cuDNN 9.19.0
+        raise ValueError(wrong_cudnn)
+    transformer_attend = TransformerEngineAttention()
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.gemm = by_transformer_engine(module.gemm)
@@ -60,7 +71,7 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
         elif isinstance(module, Experts):
             module.linear = transformer_engine_linear
         elif isinstance(module, Attention | LatentAttention) and backend == "auto":
-            module.attend = attend
+            module.attend = transformer_attend
 
 
 def transformer_engine_norm(
@@ -113,11 +124,16 @@ class _Norm(OnceDifferentiable):
 
 
 class TransformerEngineAttention:
-    """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel."""
+    """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel.
+
+    The first call of a kind (heads, widths, window, ...) compares Transformer Engine with the
+    formula on 128 tokens. Where results differ, a warning names the versions, and this
+    package's attention computes calls of that kind.
+    """
 
     def __init__(self) -> None:
         """Prepare the cache of modules, one without parameters for each kind of call."""
-        self._modules: dict[tuple[Any, ...], Any] = {}
+        self._modules: dict[tuple[Any, ...], Any] = {}  # None: wrong results
 
     def __call__(
         self,
@@ -137,8 +153,20 @@ class TransformerEngineAttention:
         N, width = q.shape[2], v.shape[3]
         kind = N, k.shape[2], q.shape[3], width, scale, window, softcap, dropout_prob
         if kind not in self._modules:
-            self._modules[kind] = _build(*kind)
+            failure = try_kernel(_ATTENTION, q.device, *kind[:-1])
+            self._modules[kind] = None if failure else _build(*kind)
+            if failure:
+                log.warning("%s: %s; %s", _ATTENTION.name, failure, _REPLACED)
         module = self._modules[kind]
+        if module is None:
+            return attend(
+                *(q, k, v),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                dropout_prob=dropout_prob,
+                documents=documents,
+            )
         if documents is None:
             return module(q, k, v).unflatten(-1, (N, width))  # [S, B, N*J] -> [S, B, N, J]
         pieces = documents.flat()
@@ -178,3 +206,32 @@ def _build(
         softcap=softcap,
         softmax_scale=scale,
     )
+
+
+_TRIED_TOKENS = 128
+
+
+def _try_attention(
+    device: torch.device,
+    N: int,
+    G: int,
+    H: int,
+    J: int,
+    scale: float | None,
+    window: int,
+    softcap: float,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    module = _build(N, G, H, J, scale, window, softcap, 0.0)
+    inputs = [
+        wave(_TRIED_TOKENS, 1, heads, width, device=device, dtype=torch.bfloat16)
+        for heads, width in ((N, H), (G, H), (G, J))
+    ]
+    got = both_passes(lambda *qkv: module(*qkv).unflatten(-1, (N, J)), *inputs)
+    formula = partial(attend, scale=scale, window=window, softcap=softcap, backend="unfused")
+    return zip(got, both_passes(formula, *inputs), strict=True)
+
+
+_ATTENTION = OptionalKernel(
+    "attention of Transformer Engine", ("transformer-engine", "flash-attn-4"), _try_attention
+)
+_REPLACED = "this package's attention computes it"

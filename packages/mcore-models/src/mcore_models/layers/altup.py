@@ -22,7 +22,7 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import stream_cuts, stream_norm
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 
 _LEAST_SQUARE = 1e-5  # of a projected stream, before its root is a divisor
 
@@ -72,7 +72,7 @@ class AltUp(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the scale."""
         shape = tuple(self.gating_scale.shape)
-        return {"gating_scale": whole("", shape, self.replicas, self.cuts)}
+        return {"gating_scale": whole_layout("", shape, self.replicas, self.cuts)}
 
 
 class Laurel(nn.Module):

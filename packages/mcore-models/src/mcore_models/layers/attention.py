@@ -39,7 +39,7 @@ from mcore_models.logical_tensors import (
 from mcore_models.mup import score_scale
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.autograd.recomputing import recompute
-from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.all_gather_attention import all_gather_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import (
@@ -47,9 +47,9 @@ from mcore_parallel.context_parallel.zigzag import (
     ulysses_attention,
 )
 from mcore_parallel.mesh import Axis
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 from mcore_parallel.tensor_parallel.linear import (
-    Output,
+    LinearOutput,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -87,7 +87,9 @@ class Attention(nn.Module):
         self.state_layer = keys_layer(config, layer)  # whose entry of the cache it uses
         self.parts = qkv_parts(config)
         outputs = [
-            Output(part, G * H, holders) if part in ("k", "v") else Output(part, N * H)
+            LinearOutput(part, G * H, holders)
+            if part in ("k", "v")
+            else LinearOutput(part, N * H)
             for part in self.parts
         ]
         D = config.hidden_size
@@ -125,7 +127,7 @@ class Attention(nn.Module):
         """Return the sharding of the sinks."""
         if self.sinks is None:
             return {}
-        return {"sinks": sliced("", (self.config.num_attention_heads,), 0, self.tp)}
+        return {"sinks": sliced_layout("", (self.config.num_attention_heads,), 0, self.tp)}
 
     def forward(
         self,
@@ -221,7 +223,7 @@ class Attention(nn.Module):
             exchange, ring = self.cp_levels
             attend_in_ring = partial(self._attend_in_blocks, ring_attention, ring, documents)
             return ulysses_attention(q, k, v, exchange, attend_in_ring)
-        block_attention = ring_attention if self.comm_type == "p2p" else gathered_attention
+        block_attention = ring_attention if self.comm_type == "p2p" else all_gather_attention
         return self._attend_in_blocks(block_attention, self.cp, documents, q, k, v)
 
     def _attend_in_blocks(

@@ -24,7 +24,7 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.zigzag import zigzag_join
 from mcore_parallel.tensor_parallel.linear import (
-    Output,
+    LinearOutput,
 )
 
 
@@ -62,8 +62,8 @@ class MaskedAttention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         holders = ctx.tp_block(max(1, ctx.tp.size // G))
         D, bias = config.hidden_size, has_qkv_bias(config)
-        query = Output("" if is_cross else "q", N * H)
-        keys_values = [Output("k", G * H, holders), Output("v", G * H, holders)]
+        query = LinearOutput("" if is_cross else "q", N * H)
+        keys_values = [LinearOutput("k", G * H, holders), LinearOutput("v", G * H, holders)]
         self.is_cross = is_cross
         if is_cross:
             self.q = setup.column_linear(D, [query], bias=bias)

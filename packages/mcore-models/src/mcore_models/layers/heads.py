@@ -16,7 +16,7 @@ from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_moe.activations import activation_function
 from mcore_parallel.collectives import reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 
 
 class MaskedTokenHead(nn.Module):
@@ -72,7 +72,9 @@ class MaskedTokenHead(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the bias."""
-        return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}
+        return {
+            "bias": sliced_layout("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))
+        }
 
 
 class Pooler(nn.Module):
@@ -132,4 +134,6 @@ class OutputBias(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the bias."""
-        return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}
+        return {
+            "bias": sliced_layout("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))
+        }

@@ -16,7 +16,7 @@ from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -86,7 +86,7 @@ class LayerSetup:
         return {**split, "init_std": 0.0, **self.factory_kwargs}
 
     def column_linear(
-        self, in_features: int, outputs: int | Sequence[Output], *, bias: bool = False
+        self, in_features: int, outputs: int | Sequence[LinearOutput], *, bias: bool = False
     ) -> ColumnParallelLinear:
         """Build a linear whose outputs are split over the tensor ranks, with zero weights."""
         gemm = self.gemms.column

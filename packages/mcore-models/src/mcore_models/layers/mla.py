@@ -50,7 +50,7 @@ from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import all_gather, copy_to, gather_partial_from
-from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.all_gather_attention import all_gather_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import (
     hierarchical_attention,
@@ -298,7 +298,7 @@ class LatentAttention(nn.Module):
         by_blocks = {
             "a2a+p2p": partial(hierarchical_attention, levels=self.cp_levels),
             "p2p": partial(ring_attention, axis=self.cp),
-            "all_gather": partial(gathered_attention, axis=self.cp),
+            "all_gather": partial(all_gather_attention, axis=self.cp),
         }[self.comm_type]
         blocks = blocks_for(q, v, self.backend)
         return by_blocks(q, k, v, attention=blocks, documents=documents)[..., :channels]

@@ -17,7 +17,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -69,7 +69,7 @@ class MLP(nn.Module):
             "device": device,
             "dtype": dtype,
         }
-        outputs = [Output("gate", F_), Output("up", F_)] if network.gated else F_
+        outputs = [LinearOutput("gate", F_), LinearOutput("up", F_)] if network.gated else F_
         self.fc1 = ColumnParallelLinear(
             hidden_size,
             outputs,

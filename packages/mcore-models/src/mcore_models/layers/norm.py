@@ -22,7 +22,7 @@ from mcore_models.kernels import norm as kernels
 from mcore_models.logical_tensors import head_dim
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import ParamLayout, sliced, whole
+from mcore_parallel.sharding import ParamLayout, sliced_layout, whole_layout
 
 NormKernel = Callable[..., Tensor]
 """Returns the norm of x; arguments: x, weight, bias (None: RMSNorm), ``epsilon``, ``offset``
@@ -83,7 +83,7 @@ class _Norm(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the parameters."""
         return {
-            name: whole("", tuple(parameter.shape), self.replicas, self.partial)
+            name: whole_layout("", tuple(parameter.shape), self.replicas, self.partial)
             for name, parameter in self.named_parameters(recurse=False)
         }
 
@@ -196,7 +196,7 @@ class SplitRMSNorm(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the weight."""
-        return {"weight": sliced("", (self.size,), 0, self.axis)}
+        return {"weight": sliced_layout("", (self.size,), 0, self.axis)}
 
 
 class HeadNorm(nn.Module):
@@ -242,7 +242,7 @@ class HeadNorm(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the weight."""
-        return {"weight": sliced("", (self.heads, head_dim(self.config)), 0, self.axis)}
+        return {"weight": sliced_layout("", (self.heads, head_dim(self.config)), 0, self.axis)}
 
 
 def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.collectives import own_slice
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 from mcore_parallel.tensor_parallel.embedding import check_range
 
 
@@ -59,4 +59,4 @@ class PositionEmbedding(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the table."""
         partial = self.axis if self.sequence_parallel else SINGLE
-        return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}
+        return {"weight": whole_layout("", tuple(self.weight.shape), self.axis, partial)}

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 
 
 class RelativePositionBias(nn.Module):
@@ -41,7 +41,7 @@ class RelativePositionBias(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the table."""
-        return {"weight": sliced("", self.shape, 1, self.axis)}
+        return {"weight": sliced_layout("", self.shape, 1, self.axis)}
 
 
 def distance_buckets(

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -65,6 +65,6 @@ class ReplicatedLinear(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of weight and bias."""
         return {
-            name: whole("", tuple(parameter.shape), self.replicas, self.partial)
+            name: whole_layout("", tuple(parameter.shape), self.replicas, self.partial)
             for name, parameter in self.named_parameters(recurse=False)
         }

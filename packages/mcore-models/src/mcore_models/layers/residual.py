@@ -17,7 +17,7 @@ from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
 from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 
 Norm = RMSNorm | LayerNorm | nn.Identity
 """Norm before a mixer; the identity in families that norm only outputs of mixers."""
@@ -94,7 +94,7 @@ class OutputScale(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the number."""
-        return {"weight": whole("", (1,), self.replicas)}
+        return {"weight": whole_layout("", (1,), self.replicas)}
 
 
 def stream_cuts(ctx: ParallelContext) -> Axis:

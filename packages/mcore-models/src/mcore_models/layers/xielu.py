@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 
 BETA, EPSILON, SLOPE = 0.5, -1e-6, 0.8
 """Linear slope, bound of the exponent's input, and initial slopes, as published."""
@@ -56,7 +56,7 @@ class XIELU(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the numbers: each rank's gradient is the sum over its channels."""
         return {
-            name: whole("", tuple(parameter.shape), self.axis, self.axis)
+            name: whole_layout("", tuple(parameter.shape), self.axis, self.axis)
             for name, parameter in self.named_parameters()
         }
 

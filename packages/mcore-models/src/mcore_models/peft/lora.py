@@ -28,10 +28,10 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.sharding import ParamLayout, Part, whole
+from mcore_parallel.sharding import ParamLayout, Part, whole_layout
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -56,7 +56,7 @@ class LinearAdapter(nn.Module, ABC):
     def __init__(
         self,
         weight: Float[Tensor, "F D"],
-        outputs: Sequence[Output],
+        outputs: Sequence[LinearOutput],
         is_adapted: Sequence[bool],
         config: PeftConfig,
         *,
@@ -216,7 +216,7 @@ class LinearAdapter(nn.Module, ABC):
                 rows.append(self.lora_B.new_zeros(size, width))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _adapted(self) -> list[tuple[Output, int]]:
+    def _adapted(self) -> list[tuple[LinearOutput, int]]:
         """Return the adapted outputs, each with its first row in the stack of B."""
         outputs, begin = [], 0
         for output, size, has in zip(self.outputs, self.sizes, self.is_adapted, strict=True):
@@ -300,10 +300,10 @@ class RowAdapter(LinearAdapter):
         )
         found = {
             "lora_A": ParamLayout((down,)),
-            "lora_B": whole(B_NAME, (rows, self.rank), self.axis, self.partial),
+            "lora_B": whole_layout(B_NAME, (rows, self.rank), self.axis, self.partial),
         }
         if self.magnitude is not None:
-            found["magnitude"] = whole(MAGNITUDE_NAME, (rows,), self.axis, self.partial)
+            found["magnitude"] = whole_layout(MAGNITUDE_NAME, (rows,), self.axis, self.partial)
         return found
 
 
@@ -321,7 +321,7 @@ class ReplicatedAdapter(LinearAdapter):
             "magnitude": (MAGNITUDE_NAME, self.magnitude),
         }
         return {
-            attribute: whole(name, tuple(tensor.shape), self.axis, self.partial)
+            attribute: whole_layout(name, tuple(tensor.shape), self.axis, self.partial)
             for attribute, (name, tensor) in tensors.items()
             if tensor is not None
         }
@@ -344,12 +344,12 @@ def build_adapter(
     if isinstance(linear, ColumnParallelLinear):
         return ColumnAdapter(linear.weight, linear.outputs, is_adapted, config, **split)
     if isinstance(linear, RowParallelLinear):
-        outputs = [Output("", linear.out_features)]
+        outputs = [LinearOutput("", linear.out_features)]
         return RowAdapter(linear.weight, outputs, is_adapted, config, **split)
     weight = linear.weight
     assert isinstance(weight, Tensor)
     part = linear.layouts()["weight"].parts[0]  # pyrefly: ignore
-    outputs = [Output("", part.shape[0])]
+    outputs = [LinearOutput("", part.shape[0])]
     split |= {"axis": part.replicas, "sequence_parallel": part.partial.size > 1}
     return ReplicatedAdapter(weight, outputs, is_adapted, config, **split)
 

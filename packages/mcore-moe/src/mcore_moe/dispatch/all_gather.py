@@ -17,7 +17,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows, plan_slice, trimmed
 from mcore_moe.dispatch.protocol import (
     DEFAULT_OPTIONS,
-    Dispatched,
+    DispatchedTokens,
     Dispatcher,
     DispatchOptions,
     RunExperts,
@@ -101,7 +101,7 @@ class AllGatherDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; plan local rows.
 
         The host waits for the number of local rows while tokens are gathered, and before that
@@ -111,7 +111,9 @@ class AllGatherDispatcher(Dispatcher):
         num_rows = _to_host(plan.offsets[-1])
         x = self.gather_tokens(x, sizes, options.in_flight)
         probs = self.gather(routing.probs, sizes)
-        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, options.equal_tokens))
+        return DispatchedTokens(
+            x, probs, trimmed(plan, num_rows()), (sizes, options.equal_tokens)
+        )
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[list[list[int]], bool]

@@ -31,7 +31,7 @@ from mcore_moe.dispatch.permutation import (
 )
 from mcore_moe.dispatch.protocol import (
     DEFAULT_OPTIONS,
-    Dispatched,
+    DispatchedTokens,
     Dispatcher,
     DispatchOptions,
     Overlap,
@@ -146,7 +146,7 @@ class AllToAllDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
         The host waits once for the counts of all ranks.
@@ -195,7 +195,7 @@ class AllToAllDispatcher(Dispatcher):
         probs: Float[Tensor, " R"],
         splits: AllToAllSplits,
         overlap: Overlap | None = None,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Send rows, sorted by expert, to the ranks of their experts.
 
         Args:
@@ -211,13 +211,13 @@ class AllToAllDispatcher(Dispatcher):
 
     def begin_dispatch_rows(
         self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], splits: AllToAllSplits
-    ) -> Callable[[], Dispatched]:
+    ) -> Callable[[], DispatchedTokens]:
         """Begin ``dispatch_rows``; return a function that waits for the rows."""
         probs = self._exchange(probs, splits)
         wait = self.begin_exchange(rows, splits)
         experts = _experts_of_rows(splits.by_source, sum(splits.gathered))
         plan = plan_rows(experts, splits.by_source.shape[1])
-        return lambda: Dispatched(wait(), probs[:, None], plan, splits)
+        return lambda: DispatchedTokens(wait(), probs[:, None], plan, splits)
 
     def begin_exchange(
         self, rows: Float[Tensor, "R D"], splits: AllToAllSplits

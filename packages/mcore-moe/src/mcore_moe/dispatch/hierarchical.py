@@ -20,7 +20,12 @@ from torch import Tensor
 from mcore_moe.config import MoEConfig, one_step_option
 from mcore_moe.dispatch.all_to_all import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
-from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    DispatchedTokens,
+    Dispatcher,
+    DispatchOptions,
+)
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.collectives import all_to_all
 from mcore_parallel.mesh import Axis
@@ -49,7 +54,7 @@ class HierarchicalDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Exchange tokens, choices and weights between nodes, then rows within this node.
 
         The host waits for the counts of both exchanges.

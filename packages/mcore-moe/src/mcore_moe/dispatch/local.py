@@ -5,7 +5,12 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows
-from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    DispatchedTokens,
+    Dispatcher,
+    DispatchOptions,
+)
 from mcore_moe.experts.fp8_rows import exchange_narrow
 from mcore_moe.routing.topk import Routing
 
@@ -21,7 +26,7 @@ class LocalDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,  # noqa: ARG002
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Plan the rows; on a GPU the host does not wait for the plan.
 
         With ``moe_dispatch_dtype`` tokens are rounded as an exchange rounds them, so that the
@@ -29,7 +34,7 @@ class LocalDispatcher(Dispatcher):
         """
         if self.config.moe_dispatch_dtype:
             x = exchange_narrow(x, lambda x: x, lambda grad: grad)
-        return Dispatched(x, routing.probs, plan_choices(routing, self.config), None)
+        return DispatchedTokens(x, routing.probs, plan_choices(routing, self.config), None)
 
     def combine(self, y: Float[Tensor, "M D"], handle: None) -> Float[Tensor, "T D"]:  # noqa: ARG002
         """Return ``y``, which the experts have summed by token already."""

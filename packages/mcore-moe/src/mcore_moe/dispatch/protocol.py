@@ -27,7 +27,7 @@ Overlap = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
+class DispatchedTokens:
     """The input of this rank's experts."""
 
     x: Float[Tensor, "M D"]
@@ -99,7 +99,7 @@ class Dispatcher(ABC):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Exchange tokens and weights, and return the input of this rank's experts."""
 
     @abstractmethod
@@ -107,8 +107,8 @@ class Dispatcher(ABC):
         """Return the experts' outputs to the ranks of their tokens and sum them by token.
 
         Args:
-            y: one sum for each row of ``Dispatched.x``.
-            handle: ``Dispatched.handle``.
+            y: one sum for each row of ``DispatchedTokens.x``.
+            handle: ``DispatchedTokens.handle``.
         """
 
     def set_overlap_callback(self, callback: OverlapCallback) -> None:  # noqa: B027

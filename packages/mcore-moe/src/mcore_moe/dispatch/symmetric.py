@@ -26,7 +26,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows
 from mcore_moe.dispatch.protocol import (
     DEFAULT_OPTIONS,
-    Dispatched,
+    DispatchedTokens,
     Dispatcher,
     DispatchOptions,
     RunExperts,
@@ -141,7 +141,7 @@ class SymmetricDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Read the rows of this rank's experts, padded to the number of the worst routing."""
         return self.read_rows(x, routing.probs, self.plan(routing, options))
 
@@ -151,10 +151,10 @@ class SymmetricDispatcher(Dispatcher):
 
     def read_rows(
         self, x: Float[Tensor, "T D"], probs: Float[Tensor, "T k"], places: Places
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Read the rows of this rank's experts, and their weights, from all ranks."""
         rows, weights = _ReadRows.apply(x, probs, self.exchange(x), places)
-        return Dispatched(rows, weights[:, None], places.plan(), places)
+        return DispatchedTokens(rows, weights[:, None], places.plan(), places)
 
     def plan(self, routing: Routing, options: DispatchOptions) -> Places:
         """Plan the rows of all ranks from their choices, with room for the worst routing.

@@ -122,7 +122,7 @@ class Experts(nn.Module):
         self.fc1_weight = overwrites(allocate(rows, hidden_size))
         self.fc2_weight = overwrites(allocate(hidden_size, width))
         for weight in (self.fc1_weight, self.fc2_weight):
-            grad_slot(weight).num_together = config.moe_wgrad_micro_batches
+            grad_slot(weight).num_together = config.num_wgrads_together
         self.fc1_bias = allocate(rows) if network.bias else None
         self.fc2_bias = allocate(hidden_size) if network.bias else None
         self.adapter: RowsAdapter | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel.autograd.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -87,4 +87,4 @@ class LatentProjection(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding: complete on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
-        return {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+        return {"weight": whole_layout("", shape, replicas=self.tp, partial=self.tp)}

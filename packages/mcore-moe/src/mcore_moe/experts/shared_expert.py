@@ -12,10 +12,10 @@ from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
-    Output,
+    LinearOutput,
     RowParallelLinear,
 )
 
@@ -59,7 +59,7 @@ class SharedExpert(nn.Module):
             "dtype": dtype,
         }
         names = ("gate", "up") if network.gated else ("",)
-        outputs = [Output(name, ffn_hidden_size) for name in names]
+        outputs = [LinearOutput(name, ffn_hidden_size) for name in names]
         self.fc1 = ColumnParallelLinear(
             hidden_size, outputs, init_std=network.init_std, **factory_kwargs
         )
@@ -112,4 +112,4 @@ class _TokenGate(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         shape = tuple(self.weight.shape)
-        return {"weight": whole("", shape, replicas=self.axis, partial=self.partial)}
+        return {"weight": whole_layout("", shape, replicas=self.axis, partial=self.partial)}

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
-from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    DispatchedTokens,
+    Dispatcher,
+    DispatchOptions,
+)
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
@@ -67,7 +72,7 @@ class DeepEPDispatcher(Dispatcher):
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,  # noqa: ARG002
-    ) -> Dispatched:
+    ) -> DispatchedTokens:
         """Send tokens with their choices and weights over ``ep``.
 
         The host waits for the number of received tokens.
@@ -80,7 +85,7 @@ class DeepEPDispatcher(Dispatcher):
         )
         keep = local_ids >= 0  # -1: the choice of an expert of another rank
         plan = plan_rows(local_ids.where(keep, 0), num_experts // self.ep.size, keep)
-        return Dispatched(rows, probs, trimmed(plan, sum(counts)), (buffer, handle))
+        return DispatchedTokens(rows, probs, trimmed(plan, sum(counts)), (buffer, handle))
 
     def combine(self, y: Float[Tensor, "M D"], handle: tuple[Any, Any]) -> Float[Tensor, "T D"]:
         """Send the experts' sums to the tokens' ranks over ``ep``, and sum them by token."""

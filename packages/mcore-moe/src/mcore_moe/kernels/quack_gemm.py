@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_moe.config import WIDEST_GATHERED
 from mcore_parallel.optional_kernels import (
     Sample,
     optional_kernel,
@@ -36,7 +37,6 @@ class _Tile:
 
 
 _PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
-_WIDEST_GATHERED = 2048
 _NARROWEST_SORTED = 2048
 _WIDE, _PINGPONG = _Tile(128, 256), _Tile(128, 192, pingpong=True)
 _ACROSS = _Tile(128, 256, cluster=(1, 2))
@@ -62,7 +62,7 @@ def multiply(
 
 def gathers_faster(weight: Tensor) -> bool:
     """Return whether gathering beats a copy and torch's GEMM: up to 2048 rows of fc1 (H200)."""
-    return weight.shape[1] <= _WIDEST_GATHERED
+    return weight.shape[1] <= WIDEST_GATHERED
 
 
 def sorts_faster(weight: Tensor) -> bool:

@@ -207,7 +207,11 @@ def _copy_rows(x, slots, rows, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.co
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    part = tl.load(x + token * width + column, mask=inside)
+    # A token without rows is not read: it may be padding up to a fixed number of rows.
+    first = num_rows
+    for j in tl.static_range(TOPK):
+        first = tl.minimum(first, tl.load(slots + token * TOPK + j))
+    part = tl.load(x + token * width + column, mask=inside & (first < num_rows))
     for j in tl.static_range(TOPK):
         row = tl.load(slots + token * TOPK + j).to(tl.int64)
         tl.store(rows + row * width + column, part, mask=inside & (row < num_rows))
@@ -247,7 +251,10 @@ def _sum_plain(
 def _put_plain(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    rows.index_copy_(0, places, x)
+    # An extra row at the end takes the rows without a place.
+    padded = torch.cat([rows, rows.new_empty(1, *rows.shape[1:])])
+    padded.index_copy_(0, places.clamp(max=len(rows)).long(), x)
+    rows.copy_(padded[:-1])
 
 
 def _kind(rows: Tensor) -> tuple[()] | None:
@@ -266,8 +273,8 @@ def _sum_samples(device: torch.device) -> Iterator[Sample]:
 
 
 def _put_samples(device: torch.device) -> Iterator[Sample]:
-    rows, x = (wave(n, 40, device=device, dtype=torch.bfloat16) for n in (4, 3))
-    yield Sample(rows, x, torch.tensor([2, 0, 3], device=device))
+    rows, x = (wave(n, 40, device=device, dtype=torch.bfloat16) for n in (4, 5))
+    yield Sample(rows, x, torch.tensor([2, 4, 0, 5, 3], device=device))
 
 
 @optional_kernel(
@@ -331,7 +338,10 @@ def sum_rows(
 def put_rows(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    """Write row i of ``x`` to row ``places[i]`` of ``rows``; no place may occur twice."""
+    """Write row i of ``x`` to row ``places[i]`` of ``rows``; R or more: the row is left out.
+
+    No place below R may occur twice. Rows of no place keep their values.
+    """
     _copy_into(rows, x, places.unsqueeze(1))
 
 

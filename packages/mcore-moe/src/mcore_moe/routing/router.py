@@ -27,7 +27,7 @@ from mcore_moe.routing.topk import (
     Routing,
     balanced_ids,
     expert_scores,
-    limited,
+    limit_to_capacity,
     route,
     scaled,
     top_experts,
@@ -36,7 +36,7 @@ from mcore_parallel.autograd.functions import OnceDifferentiable, without_autoca
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.dtensors import is_dtensor
 from mcore_parallel.rng import RngStreams, reset_weight_
-from mcore_parallel.sharding import ParamLayout, whole
+from mcore_parallel.sharding import ParamLayout, whole_layout
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -133,11 +133,11 @@ class Router(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding: complete on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
-        layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+        layouts = {"weight": whole_layout("", shape, replicas=self.tp, partial=self.tp)}
         if self.bias is not None:
-            layouts["bias"] = whole("", shape[:1], replicas=self.tp, partial=self.tp)
+            layouts["bias"] = whole_layout("", shape[:1], replicas=self.tp, partial=self.tp)
         if self.expert_bias is not None:
-            layouts["expert_bias"] = whole("", shape[:1], replicas=self.tp)
+            layouts["expert_bias"] = whole_layout("", shape[:1], replicas=self.tp)
         return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -185,7 +185,7 @@ class Router(nn.Module):
             routing = route(logits, self.config, self.expert_bias, fixed_ids)
         if self.tape is not None:
             self.tape.note(routing.ids, is_replayed())
-        routing = limited(routing, self.config, mask)
+        routing = limit_to_capacity(routing, self.config, mask)
         aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
         if self.training:
             self._count(routing, mask)

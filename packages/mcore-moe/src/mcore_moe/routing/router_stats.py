@@ -19,9 +19,9 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.update_rule import unless_applied
 
 LOAD_PERCENTILES = (10, 50, 90)
-"""Percentiles of the experts' loads in ``SUMMARY``."""
+"""Percentiles of the experts' loads in ``SUMMARY_COLUMNS``."""
 
-SUMMARY = (
+SUMMARY_COLUMNS = (
     "imbalance",
     "idle_experts",
     *(f"load_p{percent}" for percent in LOAD_PERCENTILES),
@@ -60,7 +60,7 @@ class RouterStats:
 
 
 def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
-    """Return the numbers of ``SUMMARY`` for each router; does not wait for the device.
+    """Return the numbers of ``SUMMARY_COLUMNS`` for each router; does not wait for the device.
 
     Loads are counts divided by their mean. The entropy of the experts' shares is 1 for equal
     shares and 0 if one expert gets all choices. The range of the bias is its largest minus its

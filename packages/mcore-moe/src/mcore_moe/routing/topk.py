@@ -34,13 +34,18 @@ def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Te
         logits: of the router.
         score_function: ``softmax`` or ``sparsemixer`` (rows sum to 1), ``sigmoid`` or
             ``sqrtsoftplus`` (elementwise).
+
+    Raises:
+        ValueError: for another score function.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function in ("softmax", "sparsemixer"):
         return logits.softmax(-1)
     if score_function == "sigmoid":
         return logits.sigmoid()
-    return F.softplus(logits).sqrt()
+    if score_function == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
+    raise ValueError(f"{score_function} has no scores: add them to expert_scores.")
 
 
 def route(
@@ -122,7 +127,7 @@ def balanced_stride(num_experts: int) -> int:
     return next(strides, max(1, num_experts - 1))
 
 
-def limited(
+def limit_to_capacity(
     routing: Routing, config: MoEConfig, mask: Bool[Tensor, " T"] | None = None
 ) -> Routing:
     """Return the routing with ``keep`` set to choices of real tokens within the capacity.

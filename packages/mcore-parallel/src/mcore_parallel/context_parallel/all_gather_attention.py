@@ -17,17 +17,21 @@ from torch import Tensor
 from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import start_all_gather, start_reduce_scatter, wait
 from mcore_parallel.context_parallel.block_attention import (
-    Block,
+    AttentionBlock,
     BlockAttention,
     OnlineSoftmax,
     add_gradients,
 )
-from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, check_own_tokens
+from mcore_parallel.context_parallel.packed_sequences import (
+    DocumentPieces,
+    Documents,
+    check_own_tokens,
+)
 from mcore_parallel.context_parallel.zigzag import natural_order, own_chunks, zigzag_order
 from mcore_parallel.mesh import Axis
 
 
-def gathered_attention(
+def all_gather_attention(
     q: Float[Tensor, "s B N H"],
     k: Float[Tensor, "s B G H"],
     v: Float[Tensor, "s B G J"],
@@ -106,7 +110,9 @@ def _gather(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None) -> list[Block]:
+def gathered_blocks(
+    length: int, axis: Axis, documents: Documents | None = None
+) -> list[AttentionBlock]:
     """List the blocks of one rank: a causal square and a rectangle for each of two chunks."""
     chunk, blocks = length // 2, []
     for i, index in enumerate(own_chunks(axis.rank, axis.size)):
@@ -114,26 +120,28 @@ def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None)
         own_queries, begin = slice(i * chunk, (i + 1) * chunk), index * chunk
         square = slice(begin, begin + chunk)
         if documents is None:
-            blocks.append(Block(own_queries, square, causal=True))
+            blocks.append(AttentionBlock(own_queries, square, causal=True))
             if begin:
-                blocks.append(Block(own_queries, slice(0, begin), causal=False))
+                blocks.append(AttentionBlock(own_queries, slice(0, begin), causal=False))
             continue
         tokens = range(begin, begin + chunk)
         for row in range(len(documents.rows)):
             rows = slice(row, row + 1)
             pieces = documents.within(row, [tokens])
-            blocks.append(Block(own_queries, square, causal=True, rows=rows, pieces=pieces))
+            blocks.append(
+                AttentionBlock(own_queries, square, causal=True, rows=rows, pieces=pieces)
+            )
             # The document, if any, that starts before this chunk and continues in it.
             shared = documents.shared(row, tokens, range(begin))
             if shared is not None:
                 queries, keys = shared
                 blocks.append(
-                    Block(
+                    AttentionBlock(
                         slice(i * chunk, i * chunk + len(queries)),
                         slice(keys.start, keys.stop),
                         causal=False,
                         rows=rows,
-                        pieces=Pieces([0, len(keys)]),
+                        pieces=DocumentPieces([0, len(keys)]),
                     )
                 )
     return blocks

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.context_parallel.packed_sequences import Pieces
+from mcore_parallel.context_parallel.packed_sequences import DocumentPieces
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """A causal square or a rectangle of the score matrix of one batch."""
 
     queries: slice
@@ -32,7 +32,7 @@ class Block:
     """Whether the block is a causal square; else every query attends to every key."""
     rows: slice = field(default_factory=lambda: slice(None))
     """Rows of the batch: all, or one packed row."""
-    pieces: Pieces | None = None
+    pieces: DocumentPieces | None = None
     """Documents inside a causal square of a packed row. For a rectangle of a packed row all
     keys as one piece, which selects a kernel for variable lengths."""
 
@@ -43,13 +43,15 @@ class BlockAttention:
 
     Shapes: q ``[Sq, B, N, H]``, k ``[Sk, B, G, H]``, v ``[Sk, B, G, J]``, outputs
     ``[Sq, B, N, J]``, log-sum-exp of the scaled scores ``[Sq, B, N]``. ``causal`` and
-    ``pieces`` are fields of the ``Block``; with pieces B is 1.
+    ``pieces`` are fields of the ``AttentionBlock``; with pieces B is 1.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, bool, Pieces | None], tuple[Tensor, Tensor]]
+    forward: Callable[
+        [Tensor, Tensor, Tensor, bool, DocumentPieces | None], tuple[Tensor, Tensor]
+    ]
     """``(q, k, v, causal, pieces) -> (output, log-sum-exp)`` of this block only."""
     backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Pieces | None],
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, DocumentPieces | None],
         tuple[Tensor, Tensor, Tensor],
     ]
     """``(grad, q, k, v, output, log-sum-exp, causal, pieces) -> (grad q, grad k, grad v)`` of
@@ -83,7 +85,7 @@ class OnlineSoftmax:
         q: Float[Tensor, "S B N H"],
         k: Float[Tensor, "Z B G H"],
         v: Float[Tensor, "Z B G J"],
-        blocks: Iterable[Block],
+        blocks: Iterable[AttentionBlock],
         attention: BlockAttention,
     ) -> None:
         """Compute blocks and merge them into the output; causal squares overwrite."""
@@ -112,7 +114,7 @@ def add_gradients(
     k: Float[Tensor, "Z B G H"],
     v: Float[Tensor, "Z B G J"],
     softmax: tuple[Float[Tensor, "S B N J"], Float[Tensor, "S B N"]],
-    blocks: Iterable[Block],
+    blocks: Iterable[AttentionBlock],
     attention: BlockAttention,
 ) -> None:
     """Compute the gradients of q, k and v from some blocks, and add them to ``grads``.
@@ -148,7 +150,7 @@ def add_gradients(
 
 
 def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: DocumentPieces | None
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal, pieces)
     lse = scores.logsumexp(-1)
@@ -165,7 +167,7 @@ def _plain_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    pieces: Pieces | None,
+    pieces: DocumentPieces | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, scale = k.shape[2], q.shape[-1] ** -0.5
     grad, out = grad.to(lse.dtype), out.to(lse.dtype)
@@ -187,7 +189,7 @@ def _plain_backward(
     return grad_q.flatten(2, 3), grad_k, grad_v
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, pieces: Pieces | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, pieces: DocumentPieces | None) -> Tensor:
     """Return scaled scores ``[B, G, r, Sq, Sk]``, r query heads for each key head."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q = q.to(wide).unflatten(2, (k.shape[2], -1))

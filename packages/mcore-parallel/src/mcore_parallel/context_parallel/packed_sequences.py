@@ -18,7 +18,7 @@ from mcore_parallel.context_parallel.zigzag import chunk_length, own_chunks
 from mcore_parallel.mesh import Axis
 
 
-class Pieces:
+class DocumentPieces:
     """A range of tokens divided into consecutive pieces: documents, or parts of documents.
 
     Attributes:
@@ -80,12 +80,12 @@ class Documents:
         Raises:
             ValueError: if borders do not ascend from 0, or rows differ in length.
         """
-        self.rows = tuple(Pieces(borders) for borders in rows)
+        self.rows = tuple(DocumentPieces(borders) for borders in rows)
         if len({pieces.length for pieces in self.rows}) != 1:
             raise ValueError(
                 f"rows of one batch have equal lengths, not {[p.length for p in self.rows]}"
             )
-        self._pieces: dict[tuple[int, tuple[range, ...]], Pieces] = {}
+        self._pieces: dict[tuple[int, tuple[range, ...]], DocumentPieces] = {}
         self._cut: dict[int, Documents] = {}
 
     @classmethod
@@ -137,17 +137,17 @@ class Documents:
             )
         return self._cut[size]
 
-    def flat(self) -> Pieces:
+    def flat(self) -> DocumentPieces:
         """Return the documents of all rows as one range, with the rows concatenated."""
         key = (-1, ())
         if key not in self._pieces:
             borders = [0]
             for number, pieces in enumerate(self.rows):
                 borders += [number * self.length + border for border in pieces.borders[1:]]
-            self._pieces[key] = Pieces(borders)
+            self._pieces[key] = DocumentPieces(borders)
         return self._pieces[key]
 
-    def within(self, row: int, chunks: Sequence[range]) -> Pieces:
+    def within(self, row: int, chunks: Sequence[range]) -> DocumentPieces:
         """Return the documents of a row inside concatenated token ranges.
 
         The parts of one document at the end of a range and at the start of the next range form
@@ -163,7 +163,7 @@ class Documents:
                 inside = (b for b in self.rows[row].borders if chunk.start < b < chunk.stop)
                 borders += [begin + border - chunk.start for border in inside]
                 begin += len(chunk)
-            self._pieces[key] = Pieces([*borders, begin])
+            self._pieces[key] = DocumentPieces([*borders, begin])
         return self._pieces[key]
 
     def bounds(self, row: int, token: int) -> tuple[int, int]:

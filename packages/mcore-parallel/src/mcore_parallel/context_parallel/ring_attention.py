@@ -21,14 +21,14 @@ from torch import Tensor
 from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.context_parallel.block_attention import (
-    Block,
+    AttentionBlock,
     BlockAttention,
     OnlineSoftmax,
     add_gradients,
 )
 from mcore_parallel.context_parallel.packed_sequences import (
+    DocumentPieces,
     Documents,
-    Pieces,
     check_own_tokens,
     own_ranges,
 )
@@ -190,7 +190,7 @@ def _received(message: Tensor | None, sent: Sequence[Tensor], axis: Axis) -> lis
 
 def ring_blocks(
     length: int, axis: Axis, step: int, documents: Documents | None = None
-) -> list[Block]:
+) -> list[AttentionBlock]:
     """List the blocks that rank r computes at one step of the ring.
 
     The queries are chunks r and 2C-1-r. The keys come from rank j = r - step (modulo C): chunks
@@ -202,18 +202,20 @@ def ring_blocks(
         return _packed_blocks(length, axis, source, documents)
     everything, half = slice(0, length), length // 2
     if source == axis.rank:
-        return [Block(everything, everything, causal=True)]
+        return [AttentionBlock(everything, everything, causal=True)]
     if source < axis.rank:
-        return [Block(everything, slice(0, half), causal=False)]
-    return [Block(slice(half, length), everything, causal=False)]
+        return [AttentionBlock(everything, slice(0, half), causal=False)]
+    return [AttentionBlock(slice(half, length), everything, causal=False)]
 
 
-def _packed_blocks(length: int, axis: Axis, source: int, documents: Documents) -> list[Block]:
+def _packed_blocks(
+    length: int, axis: Axis, source: int, documents: Documents
+) -> list[AttentionBlock]:
     rows = range(len(documents.rows))
     if source == axis.rank:
         chunks, everything = own_ranges(documents.length, axis), slice(0, length)
         return [
-            Block(
+            AttentionBlock(
                 everything,
                 everything,
                 causal=True,
@@ -238,12 +240,12 @@ def _packed_blocks(length: int, axis: Axis, source: int, documents: Documents) -
                 )
                 if shared is not None:
                     blocks.append(
-                        Block(
+                        AttentionBlock(
                             _shifted(shared[0], (i - query_chunk) * chunk),
                             _shifted(shared[1], (j - key_chunk) * chunk),
                             causal=False,
                             rows=slice(row, row + 1),
-                            pieces=Pieces([0, len(shared[1])]),
+                            pieces=DocumentPieces([0, len(shared[1])]),
                         )
                     )
     return blocks

@@ -298,15 +298,16 @@ class DistributedOptimizer:
             and isinstance(rule, MaskableRule)
         ):
             rule, mask = rule.masked(mask), None
-        # muP: a matrix of width w times the base takes lr / w, gradient * w and decay * w.
+        # muP: a matrix of width w times the base takes lr / w, gradient * w and decay * w, so
+        # that Adam's epsilon is in effect divided by w, and the decay of a step unchanged.
         lr = rates.named_lrs[group.lr_name] if group.lr_name else rates.lr
         lr = lr * group.lr_factor / group.width
         decay = rates.weight_decay * group.width * group.decay_factor
-        # A cast, since isinstance of a protocol takes 16 us for each run in every step.
         if is_direction:
             update = partial(_apply_direction, lr=lr, weight_decay=decay)
         else:
             width, scale = group.width, rates.grad_scale
+            # A cast, since isinstance of a protocol takes 16 us for each run in every step.
             update = partial(
                 cast("UpdateRule", rule).update,
                 num_steps=rates.num_steps,

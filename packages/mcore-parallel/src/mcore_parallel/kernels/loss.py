@@ -2,7 +2,7 @@
 
 Two passes over the logits of a chunk of tokens, both limited by memory traffic: ``row_stats``
 reads the logits, ``softmax_gradient_`` overwrites them by their gradient. Between the two
-passes ranks all-reduce the statistics (see ``head_loss``).
+passes ranks all-reduce the statistics (see ``linear_cross_entropy``).
 """
 
 from collections.abc import Iterator

@@ -160,7 +160,7 @@ def initialize(
             )
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
-        keep_compiled_kernels()
+        prepare_kernel_packages()
     else:
         device = torch.device("cpu")
     if env.is_launched and not dist.is_initialized():
@@ -184,13 +184,18 @@ def initialize(
     return device
 
 
-def keep_compiled_kernels() -> None:
-    """Set the cache folders of CuTe kernels, so that a host compiles each kernel once.
+def prepare_kernel_packages() -> None:
+    """Set variables of kernel packages that are not set yet: caches, and what must stay off.
 
-    flash-attn-4 caches no kernels by default. The packages name cached files by versions and
-    sources, and lock them. Their default folder depends on a user name, which a user of a
-    container may not have. Existing settings are not changed.
+    CuTe kernels get cache folders, so that a host compiles each kernel once: flash-attn-4
+    caches no kernels by default. The packages name cached files by versions and sources, and
+    lock them. Their default folder depends on a user name, which a user of a container may not
+    have.
+
+    Transformer Engine 2.20 prefers flash-attn-4 where it is installed, and its call of 4.0.0b36
+    returned zeros on an H200 (nvidia-cutlass-dsl 4.8.1): it is turned off.
     """
+    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     folder = Path(tempfile.gettempdir()) / f"mcore-kernels-{os.getuid()}"
     with suppress(OSError):  # without the folder, each process compiles
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -5,12 +5,22 @@ Imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from mcore_base.options import ON, Because, Options, Rule, option
 
+OptimizerName = Literal["adam", "sgd", "lion", "muon", "soap", "adafactor", "schedule_free"]
+"""Choices of --optimizer."""
+
 MATRIX_OPTIMIZERS = ("muon", "soap", "adafactor")
 """Choices of --optimizer that update matrices; AdamW updates all other parameters."""
+
+NUM_MOMENTS: Mapping[str, int] = MappingProxyType(
+    {"adam": 2, "sgd": 1, "lion": 1, "schedule_free": 3, "muon": 1, "soap": 0, "adafactor": 0}
+)
+"""Moments of each weight that an optimizer keeps, of each weight in a matrix if it is a matrix
+optimizer; memory estimates count them. State of whole matrices comes from ``state_shapes``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

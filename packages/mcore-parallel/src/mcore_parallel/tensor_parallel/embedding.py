@@ -17,7 +17,7 @@ from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -57,7 +57,7 @@ class _VocabTable(nn.Module):
             sequence_parallel: whether hidden states are split along dimension 0 over ``axis``.
             tied: pipeline ranks that hold a copy of the table (``ctx.embedding_ends``). The
                 copies have one logical name and equal initial values, and their gradients are
-                summed. The last stage passes its ``weight`` to ``head_loss``.
+                summed. The last stage passes its ``weight`` to ``linear_cross_entropy``.
             init_std: standard deviation of the initial weights; 0.0 fills with zeros and draws
                 nothing.
             device: device of the table.
@@ -89,7 +89,7 @@ class _VocabTable(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the layout of the table by parameter name, see ``sharding``."""
         shape = (self.vocab_size, self.hidden_size)
-        layout = sliced("", shape, 0, self.axis, tuple(self.weight.shape))
+        layout = sliced_layout("", shape, 0, self.axis, tuple(self.weight.shape))
         return {"weight": ParamLayout(layout.parts, tied=self.tied)}
 
     def extra_repr(self) -> str:

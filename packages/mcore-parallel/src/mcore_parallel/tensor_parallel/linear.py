@@ -23,12 +23,12 @@ from mcore_parallel.autograd.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import ParamLayout, Part, sliced, whole
+from mcore_parallel.sharding import ParamLayout, Part, sliced_layout, whole_layout
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class LinearOutput:
     """One of the logical tensors whose rows are stacked in a column-parallel weight."""
 
     name: str
@@ -109,7 +109,7 @@ class ColumnParallelLinear(_SplitLinear):
     def __init__(
         self,
         in_features: int,
-        outputs: int | Sequence[Output],
+        outputs: int | Sequence[LinearOutput],
         *,
         bias: bool = False,
         axis: Axis = SINGLE,
@@ -138,7 +138,9 @@ class ColumnParallelLinear(_SplitLinear):
         """
         super().__init__()
         self.in_features = in_features
-        self.outputs = (Output("", outputs),) if isinstance(outputs, int) else tuple(outputs)
+        self.outputs = (
+            (LinearOutput("", outputs),) if isinstance(outputs, int) else tuple(outputs)
+        )
         self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
@@ -253,10 +255,10 @@ class RowParallelLinear(_SplitLinear):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the layouts of weight and bias by parameter name, see ``sharding``."""
         shape = (self.out_features, self.in_features)
-        layouts = {"weight": sliced("", shape, 1, self.axis)}
+        layouts = {"weight": sliced_layout("", shape, 1, self.axis)}
         if self.bias is not None:
             partial = self.axis if self.sequence_parallel else SINGLE
-            layouts["bias"] = whole("", (self.out_features,), self.axis, partial)
+            layouts["bias"] = whole_layout("", (self.out_features,), self.axis, partial)
         return layouts
 
     def extra_repr(self) -> str:

@@ -22,7 +22,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 CHUNK_TOKENS = 4096
 
 
-def head_loss(
+def linear_cross_entropy(
     x: Float[Tensor, "S B D"],
     weight: Float[Tensor, "v D"],
     labels: Int[Tensor, "B Q"],
@@ -169,7 +169,7 @@ class _HeadLoss(OnceDifferentiable):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _losses: Tensor) -> Any:
         dx, *dw = ctx.saved_tensors
-        torch._assert_async(grad == 1, "head_loss must be a root of backward")
+        torch._assert_async(grad == 1, "linear_cross_entropy must be a root of backward")
         if ctx.slot is not None:
             ctx.slot.ready()
         grad_weight = dw[0].to(ctx.dtype) if dw else None

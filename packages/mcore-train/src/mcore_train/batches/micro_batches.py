@@ -29,7 +29,7 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchPlace:
+class BatchPosition:
     """Position of a rank's next micro-batches, for a function that returns them."""
 
     consumed_samples: int
@@ -44,7 +44,7 @@ class BatchPlace:
     """Ranks that read different sequences."""
 
 
-BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
+BatchSource = Iterable[Batch] | Callable[[BatchPosition], Iterable[Batch]]
 """Type of the members of ``Datasets`` with ``--dataloader-type external``."""
 
 
@@ -195,7 +195,7 @@ def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iter
     batch = run.plan.config.batch
     if callable(source):
         return source(
-            BatchPlace(
+            BatchPosition(
                 consumed_samples=consumed_samples,
                 micro_batch_size=batch.micro_batch_size,
                 seq_length=batch.seq_length,
@@ -206,7 +206,7 @@ def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iter
     if consumed_samples:
         raise ValueError(
             f"--dataloader-type external: the run continues after {consumed_samples} samples, "
-            "and an iterable has no position. Give a function of BatchPlace, which "
+            "and an iterable has no position. Give a function of BatchPosition, which "
             "returns the batches from there on."
         )
     return source

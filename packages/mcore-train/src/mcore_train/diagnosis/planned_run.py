@@ -6,6 +6,11 @@ from typing import Any
 
 from mcore_models.families import Family
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, compose, field_types
+from mcore_train.planning.expert_wgrads import (
+    is_automatic,
+    with_chosen_wgrads,
+    with_number,
+)
 from mcore_train.planning.gain import Changes, Gain, predict_gains, smaller_changes
 from mcore_train.planning.step_time import StepTime, predict_step
 from mcore_train.planning.system import System, system_of_device
@@ -33,7 +38,7 @@ class PlannedRun:
     def step(self) -> StepTime:
         """Predict the time of a step of the run."""
         run = self.family, self.world_size, self.vocab_size, self.system
-        return predict_step(self.config, *run)
+        return predict_step(with_chosen_wgrads(self.config, *run), *run)
 
     def cheapest_saving(self, needed_bytes: float) -> Gain | None:
         """Return the change that saves ``needed_bytes`` at the least cost in time.
@@ -70,6 +75,8 @@ def plan_run(header: Mapping[str, Any], options: Mapping[str, Any]) -> PlannedRu
     if command is None:
         raise ValueError("the run has options that this version does not have")
     config = compose(options, command.run)
+    if is_automatic(config) and "moe_wgrad_micro_batches" not in header:
+        config = with_number(config, 1)  # an older run, which had no choice
     vocab_size = config.tokenizer.vocab_size
     if not vocab_size:
         tokenizer = load_tokenizer(config)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_models.kernels import flash4_attention
-from mcore_parallel.launch.launcher import keep_compiled_kernels
+from mcore_parallel.launch.launcher import prepare_kernel_packages
 from mcore_train.launching.config import LAUNCHER, TURN
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def wait_for_turn(*, uses_gpus: bool) -> bool:
     if TURN not in os.environ or turn.exists():
         return False
     if uses_gpus and flash4_attention.is_installed():
-        keep_compiled_kernels()  # the package reads the settings when it is imported
+        prepare_kernel_packages()  # the package reads the settings when it is imported
         with suppress(Exception):  # the kernel's trial reports what its package raises
             flash4_attention.load()
     log.info("standby: this rank has imported its modules and waits")

@@ -82,7 +82,7 @@ class Certificate:
         return json.dumps(table, indent=1) + "\n"
 
 
-def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
+def compare_trials(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
     """Compare a trial in float64 with one rank's, by quantity and tensor class."""
     lines = [
         *_initial_lines(trial, oracle, tolerance),

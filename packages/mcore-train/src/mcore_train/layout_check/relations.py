@@ -155,7 +155,12 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
     words |= {"layer_input": "vector of the layer"}
     shares = config.model.activation_sparsity_pattern
     return [
-        tuple(words.get(name) or _positioned(config, layer) for name in names)
+        tuple(
+            _positioned(config, layer)
+            if name in ("attention", "mla")
+            else words.get(name, name.replace("_", " "))
+            for name in names
+        )
         + ("sparse gates",) * (any(shares) and shares[layer] > 0)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
     ]

@@ -33,8 +33,8 @@ from mcore_train.layout_check.certificate import (
     BANDS,
     Certificate,
     Line,
-    compare,
     compare_rounded,
+    compare_trials,
     draw,
 )
 from mcore_train.layout_check.dropout_streams import noise_faults
@@ -52,9 +52,10 @@ from mcore_train.layout_check.trial import (
     run_trial,
     save_start,
 )
+from mcore_train.planning.expert_wgrads import is_automatic, reason_for_one
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
-from mcore_train.resolution import Plan, build_plan, resolve
+from mcore_train.resolution import ExpertWgrads, Plan, build_plan, resolve
 from mcore_train.running import joined_world
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def _certify(config: Verified, command: Command) -> Certificate | None:
             f"{error}\nThis is for {world_size} ranks, the fewest of this layout: give the "
             "run's number of ranks by --nproc."
         ) from error
-    return verify_here(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
+    return verify_on_host(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
 
 
 def check_verified(config: Verified, command: Command) -> None:
@@ -160,7 +161,7 @@ def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
     return build_plan(config, world_size, family)
 
 
-def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
+def verify_on_host(small: SmallRun, *, quiet: bool = False) -> Certificate:
     """Start the small run's ranks on this host's CPU and compare.
 
     Raises:
@@ -262,7 +263,10 @@ def shared_options(plan: Plan, small: SmallRun) -> str:
     # With one expert per token, a router is trained only if the softmax comes first.
     softmax_first = number > 0 and topk == 1
     experts = MoEConfig(
-        num_experts=number, moe_router_topk=topk, moe_router_pre_softmax=softmax_first
+        num_experts=number,
+        moe_router_topk=topk,
+        moe_router_pre_softmax=softmax_first,
+        moe_wgrad_micro_batches=1,
     )
     usual = flat(type(config)(model=config.model, experts=experts))
     options = [
@@ -289,6 +293,7 @@ def _compare(
         rows = build_rows(plan)
     saved_step = plan.train_iters - 1
     plan, whole = _with_cut_rows(plan, ctx, rows)
+    plan = _with_wgrads_together(plan)
     exact_plan = _in_float64(plan)
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     trials, starts = [], []
@@ -308,7 +313,7 @@ def _compare(
             ParallelContext.single(ctx.device),
         )
         oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step, start=starts[0])
-        lines = [*compare(exact, oracle, EXACT), *noise]
+        lines = [*compare_trials(exact, oracle, EXACT), *noise]
         lines.append(_reread(exact, oracle_plan, single, folder / "exact", torch.float64))
         few_bits = bool(plan.config.fp8.fp8_format or plan.config.experts.moe_dispatch_dtype)
         lone_plan = replace(alone(plan), train_iters=1 + (small.start == "run"))
@@ -414,6 +419,14 @@ def _with_cut_rows(
     if cuts_vectors(plan) and not any(cuts["vectors"].values()):
         notes.append("vectors cut by shard borders: none is in the small run")
     return plan, tuple(notes)
+
+
+def _with_wgrads_together(plan: Plan) -> Plan:
+    """Return the plan with two micro-batches a weight gradient of experts, if ``auto`` may."""
+    config = plan.config
+    if not is_automatic(config) or reason_for_one(config, plan.world_size):
+        return plan
+    return replace(plan, expert_wgrads=ExpertWgrads(2, "as GPUs of this run may"))
 
 
 def _in_float64(plan: Plan) -> Plan:

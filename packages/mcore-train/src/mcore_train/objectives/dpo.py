@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_data.datasets.preferences import ANSWER_IDS, PAIR_MASK
-from mcore_models.protocol import Entry, MicroBatch
+from mcore_models.protocol import BatchEntry, MicroBatch
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.objectives.objective import (
@@ -35,7 +35,7 @@ class DPO(AnswerObjective):
         *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
         *("logps/chosen", "logps/rejected"),
     )
-    added_entries = MappingProxyType({ANSWER_IDS: Entry(), PAIR_MASK: Entry()})
+    added_entries = MappingProxyType({ANSWER_IDS: BatchEntry(), PAIR_MASK: BatchEntry()})
 
     @property
     def has_reference(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.protocol import Entry, MicroBatch
+from mcore_models.protocol import BatchEntry, MicroBatch
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.assembly import Run
 from mcore_train.objectives.objective import (
@@ -39,7 +39,7 @@ class GRPO(AnswerObjective):
     loss_name = "grpo loss"
     metrics = ("reward", "kl", "clip_ratio", "completions/length")
     added_entries = MappingProxyType(
-        dict.fromkeys((ADVANTAGES, REWARDS, TOKEN_SHARES), Entry())
+        dict.fromkeys((ADVANTAGES, REWARDS, TOKEN_SHARES), BatchEntry())
     )
 
     @property

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.protocol import LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
+from mcore_models.protocol import LM_LOSS, LOSS_MASK, BatchEntry, MicroBatch, TrainableModel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_train.composition import TrainConfig
@@ -43,7 +43,7 @@ class Objective:
             results are stored. Set before the first batch.
     """
 
-    added_entries: Mapping[str, Entry] = MappingProxyType({})
+    added_entries: Mapping[str, BatchEntry] = MappingProxyType({})
     """Entries of a batch that the losses read besides those of the model, ``[B, S, ...]``."""
 
     def __init__(

@@ -73,7 +73,7 @@ def find_group_conflicts(config: TrainConfig, family: Family, vocab_size: int) -
 
 def idle_gradient_sums(config: TrainConfig, counts: Sequence[int]) -> Iterator[str]:
     """Refuse --moe-wgrad-micro-batches if every step has one micro-batch."""
-    number = config.experts.moe_wgrad_micro_batches
+    number = config.experts.num_wgrads_together
     if number > 1 and max(counts) == 1:
         yield (
             f"--moe-wgrad-micro-batches {number} has no effect with one micro-batch a step: "

@@ -14,6 +14,7 @@ from mcore_base.options import idle_options
 from mcore_models.families import Family
 from mcore_train.composition import TrainConfig, compose, flat, parts
 from mcore_train.options.recipe import to_flags
+from mcore_train.planning.expert_wgrads import with_chosen_wgrads
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
 from mcore_train.planning.step_time import predict_step
 from mcore_train.planning.system import System
@@ -136,6 +137,7 @@ def predict_gains(
 def _cost(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, system: System
 ) -> Cost:
+    config = with_chosen_wgrads(config, family, world_size, vocab_size, system)
     step_s = predict_step(config, family, world_size, vocab_size, system).total
     memory = predict_memory(config, family, world_size, vocab_size, system)
     batch = config.batch

@@ -18,12 +18,14 @@ from mcore_models.families import FAMILIES
 from mcore_models.logical_tensors import (
     ROW_PARALLEL,
     delta_sizes,
+    expert_size,
     head_dim,
     is_gated,
     mamba_sizes,
     num_kv_heads,
     value_dim,
 )
+from mcore_models.memory_changes import expert_rows
 from mcore_models.parameter_kinds import tensor_kind
 from mcore_models.peft.config import BLOCK, PeftConfig, adapter_shapes, linears
 from mcore_parallel.pipeline_parallel.actions import Kind
@@ -345,7 +347,8 @@ def _add_experts(
     local = moe.num_experts // ep
     is_fp8 = bool(moe.moe_experts_dtype)
     kind = "fp8" if is_fp8 else "bf16"
-    together = min(moe.moe_wgrad_micro_batches, num_microbatches)
+    # Mean micro-batches of a weight-gradient GEMM: the last of a step may have fewer.
+    together = num_microbatches / -(-num_microbatches // moe.num_wgrads_together)
     for outputs, inputs in layer.expert:
         # All experts fill the waves together; an eighth of a tile of each is padding.
         filled = routed / (routed + 16 * local)
@@ -356,8 +359,15 @@ def _add_experts(
         work[FORWARD]["experts"] += each
         work[INPUT]["experts"] += each
         # Adding to main gradients in float32 is not hidden: each expert has few rows.
+        filled = routed * together / (routed * together + 16 * local)
         wgrad = system.gemm_s(routed, outputs / expert_tp, inputs) / 0.94 / filled
         work[WEIGHT]["experts"] += wgrad + system.move_s(8 * elements) / together
+    if together > 1:  # rows are copied, so that those of an expert are next to each other
+        width = (2 + is_gated(config.model)) * expert_size(config.model, moe) / expert_tp
+        _, inputs = expert_rows(config.model, parallel, moe)
+        read = routed / moe.moe_router_topk * min(inputs, moe.moe_router_topk)
+        hidden = moe.moe_latent_size or config.model.hidden_size
+        work[WEIGHT]["experts"] += system.move_s(4 * (routed * width + 2 * read * hidden))
     if is_fp8:
         wide = sum(outputs + inputs for outputs, inputs in layer.expert)
         work[FORWARD]["other kernels"] += system.move_s(3 * routed * wide / 2)

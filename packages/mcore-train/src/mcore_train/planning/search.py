@@ -19,6 +19,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.config import SCHEDULES, V_SHAPED, PipelineConfig
 from mcore_train.composition import TrainConfig
+from mcore_train.planning.expert_wgrads import with_chosen_wgrads
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, RankMemory, predict_memory
 from mcore_train.planning.model_work import is_t5, model_shape
 from mcore_train.planning.step_time import StepTime, predict_step
@@ -131,13 +132,18 @@ def search_layouts(
     rough.sort(key=lambda each: each[0])
     finalists = []
     # The bubble formulas favour some schedules, so layouts with and without a pipeline are
-    # ranked separately before the simulation.
+    # ranked separately before the simulation. Weight gradients of experts are added one
+    # micro-batch at a time until then.
     by_kind: tuple[list, list] = ([], [])
     for each in rough:
         by_kind[each[1].parallelism.pipeline_model_parallel_size > 1].append(each)
-    for _, tried, memory in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
+    for _, tried, one_by_one in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
+        run = with_chosen_wgrads(tried, family, world_size, vocab_size, system)
+        memory = one_by_one
+        if run is not tried:
+            memory = predict_memory(run, family, world_size, vocab_size, system)
         try:
-            step = predict_step(tried, family, world_size, vocab_size, system)
+            step = predict_step(run, family, world_size, vocab_size, system)
         except ValueError as error:  # impossible schedule, such as with few micro-batches
             _reject(search, _plain(str(error)), layout_name(tried))
             continue

@@ -37,7 +37,7 @@ from mcore_train.assembly import Run
 from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import build_run, optimizer_shards
 from mcore_train.config import LoadConfig, SaveConfig
-from mcore_train.evaluation import Score, evaluate
+from mcore_train.evaluation import EvalScore, evaluate
 from mcore_train.loop import train
 from mcore_train.quickstart.book import Book, prepare, read_book, token_files
 from mcore_train.quickstart.plan import (
@@ -198,7 +198,7 @@ def _is_same(a: Run, b: Run, ctx: ParallelContext) -> bool:
     return bool(all_reduce(torch.tensor(float(same), device=ctx.device), ctx.world, "min"))
 
 
-def _score(run: Run, output: Path) -> Score:
+def _score(run: Run, output: Path) -> EvalScore:
     """Return the score of the held-out chapters: every token but the first, on all ranks."""
     chapters = GPTDataset(
         IndexedDataset(token_files(output / "data").held_out),
@@ -215,7 +215,7 @@ def _score(run: Run, output: Path) -> Score:
     return evaluate(run, loader, len(loader))  # pyrefly: ignore[bad-argument-type]
 
 
-def _report_score(score: Score, book: Book) -> dict[str, float]:
+def _report_score(score: EvalScore, book: Book) -> dict[str, float]:
     bits = score.bits_per_byte(sum(len(text.encode()) for text in book.held_out))
     log.info(
         "The %d held-out chapters: %.3f bits per byte, perplexity per token %.1f.\n",

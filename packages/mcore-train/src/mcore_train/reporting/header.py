@@ -93,6 +93,7 @@ def build_header(run: Run, start: StartClock) -> Header:
         + f", vocabulary of {plan.vocab_size:,}, padded to {plan.padded_vocab_size:,}",
         f"command: {_command(plan)}",
         f"format: {_format(plan)}",
+        *_expert_wgrads_line(plan),
         f"layout: {plan.world_size} rank{'s' * (plan.world_size > 1)}: "
         + ", ".join(f"{name} {degree}" for name, degree in layout.items())
         + f", sharding {config.data_parallelism.sharding}",
@@ -109,6 +110,9 @@ def build_header(run: Run, start: StartClock) -> Header:
         "parameters": size,
         "active_parameters": active,
         "format": _format(plan),
+        "moe_wgrad_micro_batches": config.experts.num_wgrads_together
+        if plan.expert_wgrads is None
+        else plan.expert_wgrads.num_together,
         "world_size": plan.world_size,
         "layout": layout,
         "devices": dict(devices),
@@ -192,6 +196,16 @@ def _duration(time_ms: float) -> str:
     if minutes < 2:
         return f"{60 * minutes:.1f} s"
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+
+
+def _expert_wgrads_line(plan: Plan) -> Iterator[str]:
+    """Yield the choice for --moe-wgrad-micro-batches auto with its reason, if there is one."""
+    if chosen := plan.expert_wgrads:
+        yield (
+            f"weight gradients of experts: {chosen.num_together} "
+            f"micro-batch{'es' * (chosen.num_together > 1)} at once "
+            f"(--moe-wgrad-micro-batches auto): {chosen.reason}"
+        )
 
 
 def _format(plan: Plan) -> str:

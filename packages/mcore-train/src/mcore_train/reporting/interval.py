@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_models.logical_tensors import further_mixers, layer_mixers
-from mcore_moe.routing.router_stats import SUMMARY
+from mcore_moe.routing.router_stats import SUMMARY_COLUMNS
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch.watchdog import Watch
 from mcore_train.assembly import Run
@@ -157,7 +157,7 @@ class Interval:
             f"{name}/layer_{layer}": value
             for layer, values in enumerate(means)
             if "moe" in mixers[layer]
-            for name, value in zip(SUMMARY, values, strict=True)
+            for name, value in zip(SUMMARY_COLUMNS, values, strict=True)
         }
 
     def _reduced(self, num_skipped: int) -> tuple[list[float], float]:

@@ -131,7 +131,7 @@ class StepReport:
     other_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the other losses and metrics, by name, without coefficients."""
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Router statistics (``mcore_moe.SUMMARY``) by layer, such as ``imbalance/layer_3``."""
+    """Router statistics (``SUMMARY_COLUMNS``) by layer, such as ``imbalance/layer_3``."""
 
     def line(self) -> str:
         """Format the report as one line in Megatron's format."""

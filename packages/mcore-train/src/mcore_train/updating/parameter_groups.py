@@ -1,5 +1,16 @@
 """Rates of single parameters: which rule, learning rate and decay each has.
 
+The learning rate of a parameter in a step is a product; ``DistributedOptimizer`` computes it:
+
+    schedule(lr) * batch_lr_factor * lr_factor / width
+
+- ``schedule(lr)``: ``learning_rate`` of ``--lr``, or of the group's own ``lr`` or of
+  ``--decoupled-lr`` (``named_rates``). The training loop multiplies it by ``batch_lr_factor``.
+- ``lr_factor``: of the matching entry of ``--parameter-groups``, times ``--layer-lr-decay``.
+- ``width``: muP's divisor (``mup.step_width``); 1 without muP, for vectors and tables, and for
+  Muon, except in the scale mode ``spectral``. A matrix rule also multiplies its directions by a
+  factor of the matrix's shape (``MatrixRule.factor``).
+
 Of the entries of ``--parameter-groups`` that match a parameter, a later one wins.
 ``--decoupled-lr``, ``--layer-lr-decay`` and ``--apply-wd-to-qk-layernorm`` come before them.
 """

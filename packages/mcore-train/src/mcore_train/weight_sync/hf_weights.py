@@ -134,7 +134,7 @@ class HFWeights:
             yield _convert(bucket.links, ours) if self.is_root else []
 
 
-def save_folder(
+def save_weights_folder(
     run_folder: str | Path,
     version: int,
     weights: ReadWeights,

@@ -234,12 +234,12 @@ def join_sglang(
     return _join(weights, _SGLang(url), address, port, num_workers, join)
 
 
-def load_folder(url: str, folder: str | Path, version: int) -> None:
+def load_weights_folder(url: str, folder: str | Path, version: int) -> None:
     """Make a server of SGLang load a Hugging Face folder; returns when the server uses it.
 
     Args:
         url: URL such as ``http://host:30000``.
-        folder: folder of ``save_folder``, as a path on the server's host.
+        folder: folder of ``save_weights_folder``, as a path on the server's host.
         version: version that the server reports with its answers.
 
     Raises:

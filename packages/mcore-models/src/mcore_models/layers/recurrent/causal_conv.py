@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import ParamLayout, Part
-from mcore_parallel.tensor_parallel.linear import Output
+from mcore_parallel.tensor_parallel.linear import LinearOutput
 
 
 class CausalConv(nn.Module):
@@ -23,7 +23,7 @@ class CausalConv(nn.Module):
 
     def __init__(
         self,
-        outputs: list[Output],
+        outputs: list[LinearOutput],
         width: int,
         *,
         bias: bool,

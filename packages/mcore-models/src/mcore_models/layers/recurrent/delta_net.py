@@ -27,9 +27,9 @@ from mcore_models.logical_tensors import delta_sizes
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 from mcore_parallel.tensor_parallel.linear import (
-    Output,
+    LinearOutput,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -54,9 +54,13 @@ class DeltaNet(nn.Module):
         config, ctx, factory_kwargs = setup.config, setup.ctx, setup.factory_kwargs
         self.config, self.layer, self.tp, self.cp = config, setup.layer, ctx.tp, ctx.cp
         self.sizes = sizes = delta_sizes(config)
-        mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
-        rates = [Output("b", sizes.value_heads), Output("a", sizes.value_heads)]
-        outputs = [*mixed, Output("z", sizes.values), *rates]
+        mixed = [
+            LinearOutput("q", sizes.keys),
+            LinearOutput("k", sizes.keys),
+            LinearOutput("v", sizes.values),
+        ]
+        rates = [LinearOutput("b", sizes.value_heads), LinearOutput("a", sizes.value_heads)]
+        outputs = [*mixed, LinearOutput("z", sizes.values), *rates]
         self.in_proj = setup.column_linear(config.hidden_size, outputs)
         width = config.linear_conv_kernel_dim
         self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **factory_kwargs)
@@ -99,7 +103,7 @@ class DeltaNet(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the vectors with one number per head."""
         heads = (self.sizes.value_heads,)
-        return {name: sliced("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
+        return {name: sliced_layout("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
 
     def _gated_norm(
         self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]

@@ -27,9 +27,9 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.mesh import Axis
-from mcore_parallel.sharding import ParamLayout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced_layout
 from mcore_parallel.tensor_parallel.linear import (
-    Output,
+    LinearOutput,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -55,11 +55,11 @@ class Mamba(nn.Module):
         holders = ctx.tp_block(max(1, tp.size // sizes.groups))
         D, bias = config.hidden_size, config.mamba_proj_bias
         mixed = [
-            Output("x", sizes.inner),
-            Output("B", sizes.states, holders),
-            Output("C", sizes.states, holders),
+            LinearOutput("x", sizes.inner),
+            LinearOutput("B", sizes.states, holders),
+            LinearOutput("C", sizes.states, holders),
         ]
-        outputs = [Output("z", sizes.inner), *mixed, Output("dt", sizes.heads)]
+        outputs = [LinearOutput("z", sizes.inner), *mixed, LinearOutput("dt", sizes.heads)]
         self.in_proj = setup.column_linear(D, outputs, bias=bias)
         self.conv1d = CausalConv(
             mixed,
@@ -113,7 +113,7 @@ class Mamba(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the vectors with one number per head."""
         names = ("dt_bias", "A_log", "D")
-        return {name: sliced("", (self.num_heads,), 0, self.axis) for name in names}
+        return {name: sliced_layout("", (self.num_heads,), 0, self.axis) for name in names}
 
     def _scan(
         self,
@@ -239,7 +239,7 @@ class GatedNorm(nn.Module):
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the weight."""
-        return {"weight": sliced("", (self.size,), 0, self.axis)}
+        return {"weight": sliced_layout("", (self.size,), 0, self.axis)}
 
 
 class _Share:

@@ -19,7 +19,7 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.tensor_parallel.linear import (
-    Output,
+    LinearOutput,
 )
 
 _NO_INPUTS = BlockInputs()
@@ -40,7 +40,7 @@ class ShortConv(nn.Module):
         config, ctx = setup.config, setup.ctx
         self.layer, self.cp = setup.layer, ctx.cp
         D, bias = config.hidden_size, config.short_conv_bias
-        inputs = [Output("B", D), Output("C", D), Output("x", D)]
+        inputs = [LinearOutput("B", D), LinearOutput("C", D), LinearOutput("x", D)]
         self.in_proj = setup.column_linear(D, inputs, bias=bias)
         self.conv1d = CausalConv(
             inputs[2:],
