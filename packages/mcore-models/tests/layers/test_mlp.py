@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
-from mcore_models.layers.sparse_mlp import SparseMLP, cut_gates
+from mcore_models.layers.sparse_mlp import SparseMLP, cut_gates, normal_quantile
 from mcore_moe import ExpertNetwork
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
@@ -43,7 +43,7 @@ def test_the_layer_is_two_products_with_an_activation_between(is_gated, bias):
 @pytest.mark.parametrize("sparsity", [0.3, 0.95])
 def test_the_wanted_share_of_normal_gates_is_cut_and_the_others_shift(sparsity):
     gate = 3 + 2 * torch.randn(4, 20_000, dtype=torch.float64)
-    cut = cut_gates(gate, sparsity)
+    cut = cut_gates(gate, normal_quantile(sparsity))
     assert (cut == 0).double().mean().item() == pytest.approx(sparsity, abs=0.01)
     shift = (gate - cut)[cut > 0].view(-1)
     wanted = 3 + 2 * torch.special.ndtri(torch.tensor(sparsity)).item()
@@ -51,7 +51,7 @@ def test_the_wanted_share_of_normal_gates_is_cut_and_the_others_shift(sparsity):
     layer = SparseMLP(4, 6, ExpertNetwork(activation="gelu_tanh"), sparsity=sparsity)
     x = torch.randn(3, 2, 4)
     gates, up = layer.fc1(x).chunk(2, -1)
-    hidden = F.gelu(cut_gates(gates, sparsity), approximate="tanh") * up
+    hidden = F.gelu(cut_gates(gates, layer.quantile), approximate="tanh") * up
     torch.testing.assert_close(layer(x), layer.fc2(hidden))
 
 

@@ -8,7 +8,6 @@ Reference:
     Transformer, arXiv:2506.06644, section 3.2.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -28,24 +27,33 @@ class SparseMLP(MLP):
     ) -> None:
         """Allocate the layer, see ``MLP``; ``sparsity`` is the share of gates that are cut."""
         super().__init__(*sizes, axis=axis, **options)
-        self.axis, self.sparsity = axis, sparsity
+        self.axis, self.quantile = axis, normal_quantile(sparsity)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         gate, up = hidden.chunk(2, -1)
-        return super()._activate(torch.cat([cut_gates(gate, self.sparsity, self.axis), up], -1))
+        return super()._activate(torch.cat([cut_gates(gate, self.quantile, self.axis), up], -1))
+
+
+def normal_quantile(share: float) -> float:
+    """Return the number that exceeds a share of N(0, 1), rounded to float32 as in the release.
+
+    Args:
+        share: above 0 and below 1.
+    """
+    return torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share)).item()
 
 
 def cut_gates(
-    gate: Float[Tensor, "*B f"], sparsity: float, axis: Axis = SINGLE
+    gate: Float[Tensor, "*B f"], quantile: float, axis: Axis = SINGLE
 ) -> Float[Tensor, "*B f"]:
-    """Return ``relu(gate - c)``, where ``c`` exceeds about ``sparsity`` of a token's gates.
+    """Return ``relu(gate - c)``, where ``c`` exceeds a share of each token's gates.
 
-    ``c`` is the mean of the gates plus their standard deviation times the normal distribution's
-    quantile. All-reduces both statistics of each token, and their gradients in backward.
+    ``c`` is the mean of a token's gates plus ``quantile`` times their standard deviation.
+    All-reduces both statistics of each token, and their gradients in backward.
 
     Args:
         gate: this rank's share of each token's gates.
-        sparsity: above 0 and below 1.
+        quantile: of the standard normal distribution, see ``normal_quantile``.
         axis: ranks that split the gates evenly.
     """
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
@@ -58,6 +66,4 @@ def cut_gates(
 
     center = mean(wide)
     deviation = mean((wide - center).square()).sqrt()
-    # The quantile is rounded to float32, as in the release.
-    quantile = math.sqrt(2) * torch.erfinv(torch.tensor(2 * sparsity - 1)).item()
     return torch.relu(wide - (center + quantile * deviation)).to(gate.dtype)
