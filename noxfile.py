@@ -309,11 +309,15 @@ def images(session: nox.Session) -> None:
         program = str(venv / "bin/mcore-train")
         session.run(program, *smoke.split(), *output, external=True)
     run = ("python", "tests/e2e/run_dockerfile.py")
-    dev = ("docker/Dockerfile.ci.dev", "main", str(folder / "main"))
-    cases = ("--then", f"mcore-train {smoke}")
-    _in_workspace(session, *run, *dev, "--build-arg", "IMAGE_TYPE=dev", *cases)
-    then = ("--then", "mcore-train gpt --model tiny --mock-data --train-iters 2 --lr 1e-3")
-    _in_workspace(session, *run, "docker/Dockerfile", "cpu", str(folder / "cpu"), *then)
+    main = ("docker/Dockerfile.ci.dev", "main", str(folder / "main"))
+    for image_type in ("dev", "lts"):
+        build = (*main, "--build-arg", f"IMAGE_TYPE={image_type}")
+        _in_workspace(session, *run, *build, "--then", f"mcore-train {smoke}")
+    training = (
+        "mcore-train gpt --model tiny --mock-data --seq-length 64 --train-iters 2 --lr 1e-3"
+    )
+    cpu = ("docker/Dockerfile", "cpu", str(folder / "cpu"))
+    _in_workspace(session, *run, *cpu, "--then", training)
     lint = ("--then", "uv run --no-sync ruff check .")
     _in_workspace(
         session, *run, "docker/Dockerfile.linting", "linting", str(folder / "linting"), *lint

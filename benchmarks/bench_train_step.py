@@ -140,6 +140,12 @@ def device_fills(
     return [fill]
 
 
+def chosen_flags(run: Run) -> list[str]:
+    """Return what a run chose on its GPU beyond its flags: the sums of experts' gradients."""
+    chosen = run.plan.expert_wgrads
+    return ["--moe-wgrad-micro-batches", str(chosen.num_together)] if chosen else []
+
+
 def planned_gib(program: str, flags: list[str], world_size: int) -> float:
     """Return what ``mcore-models count`` says of the fullest rank."""
     config, _ = parse_count([program, *flags, "--nproc", str(world_size)])
@@ -150,7 +156,7 @@ def report(
     options: argparse.Namespace, flags: list[str], run: Run, times: list[float], split: dict
 ) -> None:
     """Print the result as one JSON line and keep it if a folder is given."""
-    plan = run.plan
+    plan, chosen = run.plan, chosen_flags(run)
     tokens_per_s = plan.tokens_per_step / statistics.median(times) * 1e3 / plan.world_size
     model = plan.config.model
     # With adapters most weights have no gradient, which the formula counts.
@@ -178,7 +184,8 @@ def report(
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
         **({"tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1)} if has_formula else {}),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib(options.program, flags, plan.world_size), 2),
+        "chosen": " ".join(chosen),
+        "planned_gib": round(planned_gib(options.program, flags + chosen, plan.world_size), 2),
         "split_ms": split,
     }
     keep(options, row)

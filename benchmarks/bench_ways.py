@@ -23,7 +23,13 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
-from bench_train_step import device_fills, planned_gib, profile_steps, random_batches
+from bench_train_step import (
+    chosen_flags,
+    device_fills,
+    planned_gib,
+    profile_steps,
+    random_batches,
+)
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.flops import flops_per_token
@@ -137,12 +143,14 @@ def train(
         split = {}
         if options.profiled_steps:
             split, _ = profile_steps(step, options.profiled_steps)
+    chosen = chosen_flags(run)
     return {
         "start_s": round(start_s, 1),
         **quantiles(times, "step_ms", 2),
         **_rates(run, times),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib("gpt", flags, plan.world_size), 2),
+        "chosen": " ".join(chosen),
+        "planned_gib": round(planned_gib("gpt", flags + chosen, plan.world_size), 2),
         **({"split_ms": split} if split else {}),
         "losses": [loss.item() for loss in losses],
     }

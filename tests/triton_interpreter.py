@@ -1,4 +1,4 @@
-"""Patches of Triton 3.6's interpreter: new NumPy, half its time, and rounding as on a GPU.
+"""Patches of the interpreters of Triton 3.6 and 3.9: new NumPy, half the time, GPUs' rounding.
 
 Most of its time went into names of types that nobody reads, and into checks for overflow whose
 result is dropped unless Triton debugs. Its casts to bfloat16 cut numbers off, and those to fp8
@@ -19,6 +19,7 @@ def prepare() -> None:
     _let_loops_run_with_new_numpy()
     _let_functions_of_kernels_start_at_once()
     _name_tuples_when_asked()
+    interpreter.InterpreterBuilder.create_splat = _splat
     interpreter._convert_float = _cast_by_torch
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
@@ -27,6 +28,16 @@ def prepare() -> None:
     interpreter._get_np_dtype = lambda dtype: (
         pointer if dtype.scalar.is_ptr() else known(dtype.scalar)
     )
+
+
+def _splat(builder, block_type, scalar):
+    """Fill a block with a scalar and keep the array's dtype.
+
+    Triton takes the dtype of its handle, which for a comparison is that of what was compared:
+    Triton 3.9 refuses such integers as a mask.
+    """
+    values = np.full(block_type.shape, scalar.data.reshape(-1)[0], scalar.data.dtype)
+    return interpreter.TensorHandle(values, scalar.dtype.scalar)
 
 
 def _cast_by_torch(values, given, wanted, rounding_mode):

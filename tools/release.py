@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"(\d+)\.(\d+)\.\d+((?:a|b|rc)\d+)?")
+UNRELEASED = re.compile(r"^## \S+ \(unreleased\)$", re.MULTILINE)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -56,11 +57,7 @@ def prepare(root: Path, version: str, wheels: list[str], day: str) -> list[Path]
         changelog = folder / "CHANGELOG.md"
         before[changelog] = changelog.read_text()
         texts[changelog], count = re.subn(
-            r"^## \S+ \(unreleased\)$",
-            f"## {version} ({day})",
-            before[changelog],
-            count=1,
-            flags=re.MULTILINE,
+            UNRELEASED, f"## {version} ({day})", before[changelog], count=1
         )
         if not count:
             raise ValueError(f"{changelog} has no section with '(unreleased)' in its heading.")
@@ -85,17 +82,25 @@ def prepare(root: Path, version: str, wheels: list[str], day: str) -> list[Path]
     return changed
 
 
+def unreleased_wheels(root: Path) -> list[str]:
+    """Return the wheels whose changelog has an unreleased section."""
+    changelogs = sorted(root.glob("packages/*/CHANGELOG.md"))
+    return [file.parent.name for file in changelogs if UNRELEASED.search(file.read_text())]
+
+
 def check(wheel: str, folder: Path) -> None:
     """Build a wheel and its siblings, use it in fresh environments, print what publishes it."""
     project = _project(wheel)
     version, package = project["version"], wheel.replace("-", "_")
     dist = folder / "dist"
+    _check_tag(wheel, version)
+    notes = release_notes(ROOT / "packages" / wheel / "CHANGELOG.md", version)
     run("rm", "-rf", str(folder))
     run("uv", "build", "-q", "--all-packages", "--out-dir", str(dist))
-    _check_tag(wheel, version)
     file = next(dist.glob(f"{package}-{version}-*.whl"))
     sdist = next(dist.glob(f"{package}-{version}.tar.gz"))
-    first, *others = _pythons()
+    pythons = _pythons()
+    first, *others = pythons
     # Lowest versions of dependencies have no wheels for later Pythons than the lowest.
     for python, resolution in (
         (first, "lowest-direct"),
@@ -119,11 +124,34 @@ def check(wheel: str, folder: Path) -> None:
     bill = folder / f"{wheel}-{version}.cdx.json"
     run("uvx", "--from", "cyclonedx-bom", "cyclonedx-py", "environment", "--of", "JSON",
         "-o", str(bill), str(inside), quiet=True)  # fmt: skip
+    notes_file = bill.with_name(f"{wheel}-{version}.md")
+    notes_file.write_text(notes)
     files, tag = f"{file} {sdist}", f"{wheel}-{version}"
-    print(f"bill of materials (CycloneDX): {bill}\n")
+    print(f"bill of materials (CycloneDX): {bill}")
+    print(f"release notes, from the changelog: {notes_file}")
+    if unchecked := sorted(set(PYTHONS) - {python for python, _ in pythons}):
+        print(f"not checked, for want of an interpreter: Python {', '.join(unchecked)}")
+    print()
     print(f"to sign, with an identity of yours:\n  uvx sigstore sign {files}")
     print(f"to publish, with a token in UV_PUBLISH_TOKEN:\n  uv publish {files}")
     print(f"to tag:\n  git tag {tag} && git push origin {tag}")
+
+
+def release_notes(changelog: Path, version: str) -> str:
+    """Return the newest section of a changelog, which must be that of the version, dated.
+
+    Raises:
+        ValueError: if the newest section has another version or no date, so that the wheel
+            holds changes which no released section names.
+    """
+    heading, _, section = changelog.read_text().partition("\n## ")[2].partition("\n")
+    if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
+        raise ValueError(
+            f"the wheel is {version}, the newest section of {changelog} is '{heading}'. Write "
+            "a version and a date first: nox -s release -- prepare VERSION "
+            f"{changelog.parent.name}"
+        )
+    return section.partition("\n## ")[0].strip() + "\n"
 
 
 def run(*command: str, quiet: bool = False, cwd: Path = ROOT) -> None:
@@ -147,7 +175,7 @@ def _pythons() -> list[tuple[str, str]]:
         command = ("uv", "python", "find", "--no-project", "--no-python-downloads", version)
         done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
         if done.returncode:
-            print(f"Python {version} is not on this machine: not checked")
+            print(f"uv finds no Python {version}, on PATH or its own: not checked")
         else:
             found.append((version, done.stdout.strip()))
     return found
@@ -167,7 +195,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     preparing = commands.add_parser("prepare", help="write a version of some or all wheels")
     preparing.add_argument("version")
-    preparing.add_argument("wheels", nargs="*", help="all, if none is named")
+    preparing.add_argument("wheels", nargs="*", help="default: all with an unreleased section")
     checking = commands.add_parser("check", help="build a wheel and use it alone")
     checking.add_argument("wheel")
     checking.add_argument("--folder", type=Path, default=ROOT / ".nox/release")
@@ -176,7 +204,9 @@ def main() -> int:
         if words.command == "check":
             check(words.wheel, words.folder.resolve())
             return 0
-        wheels = words.wheels or sorted(path.name for path in (ROOT / "packages").iterdir())
+        wheels = words.wheels or unreleased_wheels(ROOT)
+        if not wheels:
+            raise ValueError("no changelog has an unreleased section: nothing to prepare.")
         for wheel in wheels:
             _project(wheel)
         for path in prepare(ROOT, words.version, wheels, str(datetime.date.today())):

@@ -35,7 +35,7 @@ other default is Megatron's, or of an option that Megatron's command line does n
 _TAIL = """
 ## Options that mean something else
 
-`--mup-output-mult` stands beside the base width over the model's; in Megatron-Core a number
+`--mup-output-mult` is multiplied by the base width over the model's; in Megatron-Core a number
 other than 1 takes its place.
 
 `--moe-aux-loss-coeff` is what a checkpoint of ours was trained with, or what `mcore-ckpt
@@ -53,7 +53,7 @@ micro-batches together, so the proof that the layout equals one rank covers such
 one sum over several micro-batches rounds differently from a sum of their gradients, within the
 bounds of bf16: give 1 to compare runs bit for bit over GPUs with different memory.
 
-Tokenizer types that give other ids than Megatron-Core's, run beside its version 0.19:
+Tokenizer types that give other ids than Megatron-Core's, compared with its version 0.19:
 
 - `Llama2Tokenizer` starts every text with BOS, as Llama 2 was trained; Megatron-Core's adds
   none, as our `SentencePieceTokenizer`.

@@ -50,25 +50,25 @@ compressed-tensors are [read](deployment.md). Of models that see, the text model
 LEFT_OUT = """
 ## Not supported, and why
 
-Transformers has these models. Each needs a kind of layer that no other family here has:
-
-- **MiniMax-Text-01 and M1** (`minimax`): linear attention with a fixed decay for each head,
-  and a block whose residual stream is the normed one, times a factor. MiniMax-M2 has
-  neither.
-- **Kimi-Linear** (`kimi_linear`): a delta rule that forgets by channel, not by head as in
-  Qwen3-Next, which is another chunked kernel with its backward.
-
 Of supported models:
 
 - `deepseek_v32`: the indexer, which selects the keys of sparse attention, is converted and
-  used, in training too, but not trained. Its loss compares its scores with the attention of
-  all heads to all keys of each query: without a sparse kernel that is a matrix of tokens by
-  tokens for every head of a layer, more memory than dense training takes. With the indexer
-  frozen, the model trains on the keys that it selects.
+  used, in training too, but not trained: the model trains on the keys that a frozen indexer
+  selects. The indexer's loss is its divergence from the attention weights of all heads
+  (arXiv:2512.02556, equations 3 and 4). Fused kernels do not return these weights, so every
+  head's scores are computed again, and backward needs the indexer's products of queries and
+  keys: tokens x tokens x 64 heads, 4 GiB a layer for 4,096 tokens, and 4 TiB for the 131,072
+  that its training used. It needs a kernel first that never stores them. transformers 5.23
+  has no such loss to compare with.
 - `gemma3n_text`: the first residual stream is the one that layers transform, and all layers are
   equally wide, as released. Training does not bound the coefficients of AltUp
   (`altup_coef_clip`, 120, copied). A layer that reads another layer's keys is on the same
   pipeline stage.
+- `kimi_linear`: its delta rule runs in plain torch, also on a GPU; other recurrent layers
+  have kernels in Triton.
+- `minimax`: the releases rotate half of each head (`rotary_dim`), and so does mcore;
+  transformers 5.23 rotates whole heads, so that `--check` finds other logits. Decays of
+  lightning attention, which transformers stores, are computed and not written.
 - `phimoe`: training chooses experts as inference does. The release sampled them, with a
   gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
   factors, as the release does; transformers 5.23 stays with the short ones.

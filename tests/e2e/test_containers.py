@@ -13,6 +13,7 @@ import pytest
 from docs.blocks import blocks_of
 from e2e.run_dockerfile import stages
 from house.sources import PACKAGES, ROOT
+from warm_ranks import run_command
 
 PAGE = (ROOT / "docs/containers.md").read_text()
 UV = shutil.which("uv")
@@ -272,7 +273,10 @@ def test_the_docker_commands_of_the_page_fit_their_files(tmp_path):
         assert "mcore-dev" in call
     mounts = [runs[1][i + 1] for i, word in enumerate(runs[1]) if word == "-v"]
     assert mounts[1:] == ["/data/corpus:/data", "/data/checkpoints:/checkpoints"]
-    assert runs[1][-2:] == ["--save", "/checkpoints/tiny"]
+    program, *training = runs[1][runs[1].index("mcore-dev") + 1 :]
+    assert training[-2:] == ["--save", "/checkpoints/tiny"]
+    planned = run_command(program.replace("-", "_"), *training, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
 
 
 def test_images_install_by_the_script_and_copy_what_exists():

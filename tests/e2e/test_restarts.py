@@ -37,10 +37,18 @@ def start(run, *options):
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=run.parent)
 
 
+def exit_code(job, seconds=600):
+    """Return the exit code of a job, which is ended if it takes longer or the test stops."""
+    try:
+        return job.wait(seconds)
+    finally:
+        job.terminate()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert start(run).wait(600) == 0, run.with_suffix(".log").read_text()
+    assert exit_code(start(run)) == 0, run.with_suffix(".log").read_text()
     return weights_of(run)
 
 
@@ -95,7 +103,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_again_with_all(tmp_path):
                 if row["kind"] == "train"}  # fmt: skip
 
     whole, run = tmp_path / "whole/run", tmp_path / "elastic/run"
-    assert launch(whole).wait(300) == 0
+    assert exit_code(launch(whole), 300) == 0
     job = launch(run)
     try:
         for num_ranks in (4, 2):  # a lost host, then a killed rank

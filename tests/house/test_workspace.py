@@ -147,7 +147,13 @@ def test_a_version_is_written_where_it_counts_and_the_lock_fits(
             copy.write_text(
                 copy.read_text().replace("\n## ", "\n## 9.9.9 (unreleased)\n\n## ", 1)
             )
+    changelog = tmp_path / "packages" / wheels[0] / "CHANGELOG.md"
+    with pytest.raises(ValueError, match=r"\(unreleased\)'\. Write a version and a date"):
+        release.release_notes(changelog, version)
+    assert set(wheels) <= set(release.unreleased_wheels(tmp_path))
     release.prepare(tmp_path, version, wheels, "2026-12-01")
+    assert not set(wheels) & set(release.unreleased_wheels(tmp_path))
+    assert "\n## " not in release.release_notes(changelog, version)
     for wheel in wheels:
         folder = tmp_path / "packages" / wheel
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]

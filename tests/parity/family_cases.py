@@ -362,6 +362,25 @@ CASES = {
         | {"shared_expert_intermediate_size": 6, "mlp_only_layers": [1]}
         | {"full_attention_interval": 2, "intermediate_size": 12, **DELTA},
     ),
+    "minimax": (
+        "MiniMax",
+        {**ODD_MOE, **HEADS, "num_hidden_layers": 4, "block_size": 8}
+        | {"num_local_experts": 3, "num_experts_per_tok": 2, **rope()}
+        | {"layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}
+        | {"full_attn_alpha_factor": 1.3, "linear_attn_alpha_factor": 0.7}
+        | {"mlp_alpha_factor": 1.1, "full_attn_beta_factor": 0.9}
+        | {"linear_attn_beta_factor": 1.2, "mlp_beta_factor": 0.8},
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {k: v for k, v in ODD_MOE.items() if k != "max_position_embeddings"}
+        | {**LATENT, "q_lora_rank": None, "num_hidden_layers": 4, "rms_norm_eps": 1e-3}
+        | {"layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "n_group": 2}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"topk_group": 1, "linear_num_heads": 2, "linear_head_dim": 5}
+        | {"linear_conv_kernel_dim": 3},
+    ),
     "lfm2": (
         "Lfm2",
         {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1, "conv_bias": True}

@@ -8,6 +8,7 @@ from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.options import ConvertOptions
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.save_load.loading import load, read_index
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
@@ -21,8 +22,10 @@ from mcore_parallel.sharding import named_shards
 # Buffers of theirs that take part in what a model computes.
 UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta")
 NOT_TRAINED = (".expert_bias", ".output_scale.weight", ".xielu.beta", ".xielu.eps")
+# Functions of a head's and a layer's number, which minimax stores; they are left out.
+COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 ROUTED_IN_FLOAT32 = ("glm4_moe", "dots1", "ernie4_5_moe", "lfm2_moe", "hunyuan_v1_moe")
-ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2", "deepseek_v32")
+ROUTED_IN_FLOAT32 += ("glm4_moe_lite", "minimax_m2", "deepseek_v32", "kimi_linear")
 VOCAB, LENGTH, NEW = 37, 23, 2
 # transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.
 ROUNDING = 2e-5
@@ -118,6 +121,9 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
     same_from_a_cache(tmp_path / "run", tokens, logits, name, text)
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("hf", "again"))
+    new_names = find_family(name).renames(before) if name == "kimi_linear" else {}
+    before = {new_names.get(key, key): tensor for key, tensor in before.items()}
+    before = {key: tensor for key, tensor in before.items() if not key.endswith(COMPUTED)}
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
@@ -134,10 +140,14 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "gemma3n_text",
         "gemma4_text with vectors for each layer",
         "lfm2",
+        "minimax",
+        "kimi_linear",
         "granitemoehybrid",
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
-        check_split(slices, logits, gradients, largest)
+        # Routers in float32 round the sums of two ranks otherwise.
+        bound = 1e-6 if name in ROUTED_IN_FLOAT32 else 1e-9
+        check_split(slices, logits, gradients, largest, bound)
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -204,7 +214,7 @@ def scored_split(run, tokens):
     return scored(run, tokens, tensor_model_parallel_size=2)
 
 
-def check_split(slices, logits, gradients, largest):
+def check_split(slices, logits, gradients, largest, bound):
     """Two tensor ranks give the logits and, in their pieces, the gradients of one."""
     both = torch.cat([found for found, _, _ in slices], -1)
     assert error(both[..., :VOCAB], logits[..., :VOCAB]) < 1e-10
@@ -220,4 +230,4 @@ def check_split(slices, logits, gradients, largest):
         close = min(
             error(total / times, whole, 1e-3 * largest), error(total, whole, 1e-3 * largest)
         )
-        assert close < 1e-9, (part, close)
+        assert close < bound, (part, close)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filter_logits, sample
-from mcore_infer.engine.sampling import penalized
+from mcore_infer.engine.sampling import apply_penalties
 from mcore_infer.writing.sequence import RunningSequence, TextRequest
 from mcore_models.kernels.batch_invariant import token_log_probs
 
@@ -103,7 +103,7 @@ def test_a_temperature_near_zero_chooses_the_likeliest(kind):
 
 
 def test_a_repetition_penalty_near_zero_and_a_nan_name_a_token():
-    scores = penalized(
+    scores = apply_penalties(
         torch.tensor([1.0, 2.0]),
         [1],
         [],
@@ -132,13 +132,15 @@ def test_penalties_and_rules_change_the_scores_of_their_tokens_alone():
     sampling = SamplingConfig(
         repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5
     )
-    scores = penalized(logits, [0], [1, 1], sampling, TokenRules(bias=((2, 4.0), (4, -1.0))))
+    scores = apply_penalties(
+        logits, [0], [1, 1], sampling, TokenRules(bias=((2, 4.0), (4, -1.0)))
+    )
     # 0 is of the prompt: repetition alone; 1 was written twice.
     assert scores.tolist() == [1.0, -4.0 - 0.25 - 1.0, 5.0, 3.0, -1.0]
     assert logits.tolist() == [2.0, -2.0, 1.0, 3.0, 0.0]
     rules = TokenRules(never_after=(0, 3))
-    assert penalized(logits, [0], [], SamplingConfig(), rules)[3] == -torch.inf
-    assert penalized(logits, [0], [1], SamplingConfig(), rules)[3] == 3
+    assert apply_penalties(logits, [0], [], SamplingConfig(), rules)[3] == -torch.inf
+    assert apply_penalties(logits, [0], [1], SamplingConfig(), rules)[3] == 3
 
 
 def test_a_text_keeps_no_object_for_each_token():

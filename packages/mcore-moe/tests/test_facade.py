@@ -63,6 +63,29 @@ def test_axes_spread_the_experts_over_ranks():
         torch.testing.assert_close(y, single(inputs()))
 
 
+def step_over_two(layout, sums_gradients):
+    ctx = ParallelContext.build(ParallelConfig(**layout))
+    torch.manual_seed(0)
+    module = MixtureOfExperts(16, 32, num_experts=4, top_k=2, axes=moe_axes(ctx))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for _ in range(3):
+        y = module(inputs()[ctx.dp.rank :: ctx.dp.size])
+        (y.square().sum() + module.aux_loss).backward()
+        if sums_gradients:
+            dist.all_reduce(module.moe.router.weight.grad)
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}]
+)
+def test_routers_that_a_plain_optimizer_lets_drift_apart_are_an_error(layout):
+    assert run_ranks(step_over_two, 2, layout, True) == [True, True]
+    with pytest.raises(Exception, match="is a term of a sum, which a plain optimizer"):
+        run_ranks(step_over_two, 2, layout, False)
+
+
 def test_one_expert_a_token_works():
     module = MixtureOfExperts(hidden_size=16, ffn_hidden_size=32, num_experts=8, top_k=1)
     module(inputs()).sum().backward()

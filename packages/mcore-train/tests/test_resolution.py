@@ -186,6 +186,8 @@ BESIDE = {
          "--distribute-saved-activations has no effect"),
         (1, {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
          "--recompute-modules moe_act has no effect without --num-experts"),
+        (1, {"norm_placement": "post", "recompute_granularity": "selective",
+             "recompute_modules": ("layernorm",)}, "saves no memory with --norm-placement"),
         (1, {"tensorboard": True, "auto_resume": True}, "--auto-resume has no effect without"),
         (1, {"tensorboard": True}, "needs a folder: give --save or --tensorboard-dir"),
         (1, {"lr_warmup_iters": 10}, "not shorter than the decay"),

@@ -19,7 +19,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.families.common.fields import CARRIED, GENERATION_FIELDS
 from mcore_ckpt.save_load.loading import load, read_tensor
-from mcore_ckpt.storage.files import narrowed
+from mcore_ckpt.storage.files import narrow_to_box
 from mcore_ckpt.storage.index import read_index
 from mcore_parallel.sharding import Piece, Shard
 
@@ -249,7 +249,7 @@ def assert_loads_as_converted(hf, step):
         lengths = tuple(size - first for size, first in zip(whole.shape, offsets, strict=True))
         part = torch.zeros(lengths, dtype=whole.dtype)
         shards[name] = Shard(tuple(whole.shape), whole.dtype, (Piece(offsets, lengths, part),))
-        wanted[name] = narrowed(whole, (offsets, lengths))
+        wanted[name] = narrow_to_box(whole, (offsets, lengths))
     extra = load(hf, shards)
     assert extra["model"] == read_index(step).extra["model"]
     for name, shard in shards.items():

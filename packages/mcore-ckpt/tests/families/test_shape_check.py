@@ -146,6 +146,13 @@ CONFIGS = {
     | DELTA
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2},
+    "minimax": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "kimi_linear": ROPE
+    | {name: size for name, size in LATENT.items() if name.startswith(("kv_", "qk_", "v_"))}
+    | {"num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_heads": 3, "linear_head_dim": 5, "linear_conv_kernel_dim": 3}
+    | {"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 2}
+    | {"moe_intermediate_size": 8},
     "lfm2": ROPE | HEADS | {"conv_L_cache": 4} | CONVS,
     "lfm2_moe": ROPE
     | HEADS
@@ -203,6 +210,8 @@ SHAPELESS = {
     ("lfm2_moe", "num_experts_per_tok"),
     ("glm4_moe_lite", "num_experts_per_tok"),
     ("minimax_m2", "num_experts_per_tok"),
+    ("minimax", "num_experts_per_tok"),
+    ("kimi_linear", "num_experts_per_token"),
     ("deepseek_v32", "num_experts_per_tok"),
     ("deepseek_v32", "index_topk"),
     ("qwen3_next", "intermediate_size"),

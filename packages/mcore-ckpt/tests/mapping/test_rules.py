@@ -169,7 +169,7 @@ def test_a_model_of_mup_is_written_with_the_factors_of_its_width():
 
 PATTERNS = {
     *("mamba2", "nemotron_h", "qwen3_next", "bamba", "granitemoehybrid"),
-    *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "minimax", "kimi_linear"),
 }
 
 

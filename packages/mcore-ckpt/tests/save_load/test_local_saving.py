@@ -109,10 +109,18 @@ def test_a_ranks_own_part_of_a_tensor_can_be_read_again(tmp_path):
     files.write(
         _State([("w", (4, 3), "torch.float32", (2, 0), (2, 3))], [part], {"n": 4}), 4, 1
     )
-    assert files.failure == ""
+    assert files.failures == []
     again = files.read(4, 1)
     assert (again.keys[0][1], again.extra) == ((4, 3), {"n": 4})
     assert torch.equal(next(again.tensors), part)
+
+
+def test_every_copy_that_cannot_be_written_is_reported(tmp_path):
+    files = _Files(tmp_path, 0)
+    for owner in (0, 1):
+        files.where(4, owner).write_bytes(b"")  # a file where the copy's folder belongs
+        files.write(_State([], [], {}), 4, owner)
+    assert ["of_00000" in files.failures[0], "of_00001" in files.failures[1]] == [True, True]
 
 
 def test_the_newest_step_that_is_whole_comes_back_and_older_ones_go(tmp_path):

@@ -193,8 +193,9 @@ def test_pairs_without_manifests_are_found_in_sub_folders_and_ordered_by_numbers
         find_pairs(tmp_path / "in")
 
 
-def test_manifests_of_format_1_are_joined_by_what_they_hold(corpus, tmp_path):
+def test_manifests_of_format_1_are_joined_by_what_they_hold(corpus, tmp_path, caplog):
     (tmp_path / "copy.jsonl").write_bytes(corpus.read_bytes())
+    (tmp_path / "new.jsonl").write_bytes(corpus.read_bytes())
     pairs = [run(tmp_path / "a", corpus)["text"],
              run(tmp_path / "b", tmp_path / "copy.jsonl")["text"]]  # fmt: skip
     for pair in pairs:
@@ -203,6 +204,14 @@ def test_manifests_of_format_1_are_joined_by_what_they_hold(corpus, tmp_path):
             del facts[name]
         manifest_path(pair).write_text(json.dumps(facts))
     assert merge_pairs(pairs, tmp_path / "all").num_documents == 120
+    assert "does not record" not in caplog.text
+    # A pair of today has settings with which these cannot be compared.
+    newer = run(tmp_path / "c", tmp_path / "new.jsonl")["text"]
+    assert merge_pairs([*pairs, newer], tmp_path / "more").num_documents == 180
+    assert (
+        f"the manifest of {pairs[0]}, {pairs[1]} does not record its --keep-newlines: it is "
+        f"taken as that of {newer}." in caplog.text
+    )
 
 
 def test_a_killed_copy_continues_with_the_pairs_that_are_missing(twelve, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from mcore_infer.cli import main
 from mcore_infer.evaluation.continuations import Continuation, score_continuations
 from mcore_infer.evaluation.lambada import continuation, read_texts, score_lambada
 from mcore_infer.evaluation.wikitext import (
-    detokenized,
+    detokenize,
     detokenizer_name,
     plan_overlapping,
     score_wikitext,
@@ -42,7 +42,7 @@ PASSAGES = ["the cat sat on the mat", "a word", "in the beginning was the word"]
     ],
 )
 def test_detokenizers_undo_how_words_were_cut(path, text, plain):
-    assert detokenized(text, detokenizer_name(path)) == plain
+    assert detokenize(text, detokenizer_name(path)) == plain
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))

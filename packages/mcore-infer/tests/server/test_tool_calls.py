@@ -219,6 +219,29 @@ def test_a_grammar_forces_the_calls_that_the_reader_reads(name, tokenizer):
     assert delta.calls[0] == ("g.h", '{"a": 22}')
 
 
+def test_a_forced_call_has_an_object_of_arguments_whatever_its_schema_allows():
+    texts = TokenTexts(ByteTokenizer())
+    either = {"anyOf": [True, {"type": "integer"}]}
+    for parameters in ({}, {"type": ["null", "object"]}, either):
+        functions = [Function(name="f", parameters=parameters)]
+        structure = calls_structure(PLAIN, functions, ByteTokenizer(), is_parallel=False)
+        matcher = Grammars(ByteTokenizer(), 257).matcher(structure)
+        for byte in b'[{"name": "f", "arguments": ':
+            assert matcher.take(byte)
+        words = matcher.allowed().tolist()
+        begins = {texts.of(i) for i in range(256) if words[i // 32] >> i % 32 & 1}
+        assert begins - {b" ", b"\n", b"\t", b"\r"} == {b"{"}, parameters
+    with pytest.raises(ValueError, match="must be object"):
+        Function(name="f", parameters={"type": "string"})
+
+
+def test_the_end_of_a_call_is_no_content_if_the_next_call_is_cut():
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    reader = AnswerReader(tool_format("<tool_call>"), is_forced=True)
+    rest = '<tool_call>\n{"na'
+    assert reader.add(f"{call}\n{rest}", is_last=True).content == rest
+
+
 @pytest.mark.parametrize("name", BY_PARAMETER)
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), marked_bpe()], ids=["bytes", "bpe"])
 def test_a_forced_argument_that_is_a_text_is_written_without_quotes(name, tokenizer):

@@ -112,6 +112,7 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
     placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    placements |= {"post": "of the stream before"}
     where = placements[config.norm_placement]
     parallel = {
         "off": "",
@@ -130,12 +131,16 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             share = (config.activation_sparsity_pattern or (0.0,) * config.num_layers)[layer]
             cut = f", {share:.0%} of gates cut" if share else ""
             yield f"mlp  {width:,} wide, {gate}{activation(config)}{cut}"
-        elif mixer == "delta_net":
+        elif mixer in ("delta_net", "kda"):
             keys, values = config.linear_num_key_heads, config.linear_num_value_heads
             widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"
-            yield f"gated delta net  {keys} key and {values} value heads of {widths}"
+            kind = "gated delta net" if mixer == "delta_net" else "Kimi Delta Attention"
+            yield f"{kind}  {keys} key and {values} value heads of {widths}"
         elif mixer == "short_conv":
             yield f"gated short convolution  of {config.short_conv_kernel_dim} tokens"
+        elif mixer == "lightning":
+            heads = config.num_attention_heads
+            yield f"lightning attention  {heads} heads of {head_dim(config)}"
         elif mixer == "layer_input":
             yield f"per-layer embedding  {config.per_layer_embedding_size} wide"
         elif mixer == "moe":

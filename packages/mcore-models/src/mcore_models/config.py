@@ -17,7 +17,7 @@ from mcore_models.logical_tensors import expert_size, head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
-NormPlacement = Literal["pre", "output", "sandwich"]
+NormPlacement = Literal["pre", "output", "sandwich", "post"]
 ParallelResidual = Literal["off", "two_norms", "one_norm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused", "local"]
 Config = TypeVar("Config")
@@ -50,8 +50,8 @@ _MAMBA = (
 _DELTA_NET = (
     When(
         "hybrid_override_pattern",
-        lambda pattern: "G" in _letters_of(pattern),
-        "G in --hybrid-override-pattern",
+        lambda pattern: bool({"G", "K"} & _letters_of(pattern)),
+        "G or K in --hybrid-override-pattern",
     ),
 )
 _SHORT_CONV = (
@@ -333,7 +333,20 @@ class TransformerConfig(Options):
 
     norm_placement: NormPlacement = "pre"
     """Norms before attention and before the feed-forward layer (pre), on their outputs (output,
-    OLMo-2), or both (sandwich, Gemma)."""
+    OLMo-2), or both (sandwich, Gemma); post: norms of the residual stream itself, before both,
+    whose outputs are added to the normed stream (MiniMax-M1)."""
+
+    residual_stream_factors: tuple[float, float, float] = option(
+        (1.0, 1.0, 1.0), needs={"norm_placement": "post"}
+    )
+    """With --norm-placement post, factors on the normed stream before the outputs of attention,
+    recurrent layers and feed-forward layers are added (DeepNorm's alpha)."""
+
+    residual_output_factors: tuple[float, float, float] = option(
+        (1.0, 1.0, 1.0), needs={"norm_placement": "post"}
+    )
+    """With --norm-placement post, factors on the outputs of attention, recurrent layers and
+    feed-forward layers."""
 
     embedding_layernorm: bool = False
     """Norm embeddings before the first layer; in BERT this norm replaces the norm before the
@@ -583,6 +596,7 @@ class TransformerConfig(Options):
         excludes={
             "hybrid_override_pattern": Because("which has no letter for it"),
             "mtp_num_layers": Because("which have no such vectors"),
+            "norm_placement": Because("whose factors it does not have", "post"),
             "parallel_residual": Because(
                 "which has one sum for a layer", "two_norms", "one_norm"
             ),
@@ -708,9 +722,10 @@ class TransformerConfig(Options):
 
     hybrid_override_pattern: str = ""
     """One letter for each layer, instead of attention and feed-forward in every layer: M
-    Mamba-2, G gated delta net, C gated short convolution, * attention, - feed-forward, E
-    experts. Letters in brackets are one layer, as in [G-]. | separates pipeline stages, which
-    checkpoints do not store. / precedes the letters of each layer of multi-token
+    Mamba-2, G gated delta net, C gated short convolution, L lightning attention (with the heads
+    of attention), K Kimi Delta Attention (with the heads of a delta net), * attention, -
+    feed-forward, E experts. Letters in brackets are one layer, as in [G-]. | separates pipeline
+    stages, which checkpoints do not store. / precedes the letters of each layer of multi-token
     prediction, as in /*-. Empty: a transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
@@ -1052,6 +1067,16 @@ class RecomputeConfig(Options):
     rules = (
         Rule(("recompute_modules",), _unknown_modules),
         Rule(
+            ("recompute_modules", "recompute_granularity", "norm_placement"),
+            lambda v: (
+                v.recompute_granularity == "selective"
+                and "layernorm" in v.recompute_modules
+                and v.norm_placement == "post"
+            ),
+            "--recompute-modules layernorm saves no memory with --norm-placement post, where "
+            "the normed stream is stored: leave layernorm out.",
+        ),
+        Rule(
             ("distribute_saved_activations", "tensor_model_parallel_size", "sequence_parallel"),
             lambda v: (
                 v.distribute_saved_activations
@@ -1255,7 +1280,7 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
     if not layers:
         return {}
     sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
-    if "*" not in pattern:
+    if not set(pattern) & set("*L"):
         # No layer has attention, but these fields are required and validated.
         sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes

@@ -15,6 +15,8 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "E": "moe",
     "G": "delta_net",
     "C": "short_conv",
+    "L": "lightning",
+    "K": "kda",
 }
 """Mixer of each letter of ``--hybrid-override-pattern``."""
 

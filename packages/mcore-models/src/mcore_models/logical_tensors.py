@@ -187,7 +187,7 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
         after = f"{before.removesuffix('_norm')}_post_norm"
         shares_first_norm = index > 0 and config.parallel_residual == "one_norm"
         has_before = config.norm_placement != "output" and not shares_first_norm
-        has_after = config.norm_placement != "pre"
+        has_after = config.norm_placement in ("output", "sandwich")
         norms.append((before if has_before else "", after if has_after else ""))
     return tuple(norms)
 
@@ -447,6 +447,29 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
+def _kimi_delta(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, delta_sizes(config)
+    key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
+    decays = sizes.value_heads * key_width
+    rows = {"q": sizes.keys, "k": sizes.keys, "v": sizes.values}
+    shapes: dict[str, Shape] = {
+        f"kda.in_proj.{name}.weight": (count, D)
+        for name, count in (*rows.items(), ("b", sizes.value_heads))
+    }
+    for name, count in rows.items():
+        shapes[f"kda.conv1d.{name}.weight"] = (count, 1, config.linear_conv_kernel_dim)
+    return shapes | {
+        "kda.decay_down.weight": (key_width, D),
+        "kda.decay_up.weight": (decays, key_width),
+        "kda.gate_down.weight": (value_width, D),
+        "kda.gate_up.weight": (sizes.values, value_width),
+        "kda.dt_bias": (decays,),
+        "kda.A_log": (1, 1, sizes.value_heads, 1),
+        "kda.norm.weight": (value_width,),
+        "kda.out_proj.weight": (D, sizes.values),
+    }
+
+
 def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
     D, bias = config.hidden_size, config.short_conv_bias
     shapes: dict[str, Shape] = {}
@@ -456,6 +479,15 @@ def _short_conv(config: Any, _: Any) -> dict[str, Shape]:
     if bias:
         shapes["short_conv.conv1d.x.bias"] = (D,)
     return shapes | _linear("short_conv.out_proj", D, D, bias)
+
+
+def _lightning(config: Any, _: Any) -> dict[str, Shape]:
+    D, width = config.hidden_size, config.num_attention_heads * head_dim(config)
+    return {
+        **{f"lightning.in_proj.{name}.weight": (width, D) for name in "qkvz"},
+        "lightning.norm.weight": (width,),
+        "lightning.out_proj.weight": (D, width),
+    }
 
 
 def _layer_input(config: Any, _: Any) -> dict[str, Shape]:
@@ -487,6 +519,8 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "mamba": _mamba,
     "delta_net": _delta_net,
     "short_conv": _short_conv,
+    "lightning": _lightning,
+    "kda": _kimi_delta,
     "layer_input": _layer_input,
 }
 """For each mixer the function from the configs of layers and experts to its tensors."""
@@ -502,6 +536,8 @@ MIXER_NORMS: Mapping[str, str] = {
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
     "short_conv": "short_conv_norm",
+    "lightning": "lightning_norm",
+    "kda": "kda_norm",
     "layer_input": "layer_input_norm",
 }
 """Name of the norm before each mixer."""

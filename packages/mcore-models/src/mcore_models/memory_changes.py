@@ -37,8 +37,8 @@ from mcore_parallel.precision.config import Fp8Config
 CODE_BYTES = {"blockwise": 1 + 4 / 128}
 """Bytes of an fp8 element with its share of a scale, by recipe; 1 for other recipes."""
 _LINEAR = re.compile(
-    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv)"
-    rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(ROW_PARALLEL)}))(\.\w+)?\.weight"
+    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net|short_conv|lightning|kda)"
+    rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|decay_up|gate_up|{'|'.join(ROW_PARALLEL)}))(\.\w+)?\.weight"
 )
 
 

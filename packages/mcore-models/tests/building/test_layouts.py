@@ -176,6 +176,16 @@ def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes,
             "of gated short convolutions cannot be split",
         ),
         (
+            {"hybrid_override_pattern": "[L-]" * MODEL.num_layers},
+            {"tensor_model_parallel_size": 5},
+            "of lightning attention cannot be split",
+        ),
+        (
+            {"hybrid_override_pattern": "[K-]" * MODEL.num_layers},
+            {"context_parallel_size": 3},
+            "of Kimi Delta Attention cannot be split",
+        ),
+        (
             {"multi_latent_attention": True, "num_query_groups": 0}
             | {"q_lora_rank": 8, "dsa_indexer_topk": 4},
             {"context_parallel_size": 2},

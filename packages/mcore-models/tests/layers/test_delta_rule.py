@@ -21,7 +21,8 @@ def recurrence(q, k, v, g, beta, state, starts=None):
     for t in range(v.shape[0]):
         if starts is not None:
             state = state * ~starts[t][:, None, None, None]
-        state = g[t].exp()[..., None, None] * state
+        decay = g[t].exp()[..., None]
+        state = (decay if g.dim() == 4 else decay[..., None]) * state
         held = torch.einsum("bnkh,bnk->bnh", state, k[t])
         change = beta[t][..., None] * (v[t] - held)
         state = state + torch.einsum("bnk,bnh->bnkh", k[t], change)
@@ -29,16 +30,17 @@ def recurrence(q, k, v, g, beta, state, starts=None):
     return torch.stack(outputs), state
 
 
-def inputs(length, dtype=torch.float64):
+def inputs(length, dtype=torch.float64, by_channel=False):
     torch.manual_seed(0)
     batch, groups, heads, width, channels = 2, 2, 4, 5, 3
+    decays = (width,) if by_channel else ()
     return [
         tensor.to(dtype).requires_grad_()
         for tensor in (
             torch.randn(length, batch, groups, width),
             F.normalize(torch.randn(length, batch, groups, width), dim=-1),
             torch.randn(length, batch, heads, channels),
-            -F.softplus(torch.randn(length, batch, heads)),
+            -F.softplus(torch.randn(length, batch, heads, *decays)),
             torch.rand(length, batch, heads),
             torch.randn(batch, heads, width, channels),
         )
@@ -54,10 +56,11 @@ def borders(length):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (16, 4), (17, 4), (17, 64), (9, 1)])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 def test_chunks_of_any_size_give_what_the_recurrence_gives_and_its_gradients(
-    length, chunk, packed
+    length, chunk, packed, by_channel
 ):
-    tensors = inputs(length)
+    tensors = inputs(length, by_channel=by_channel)
     starts = borders(length) if packed else None
     *rest, state = tensors
     found = gated_delta_rule(*rest, state=state, chunk_size=chunk, starts=starts)
@@ -96,8 +99,9 @@ def test_a_sequence_cut_anywhere_goes_on_from_its_state():
         torch.testing.assert_close(last, end)
 
 
-def test_fast_decay_stays_finite_and_bfloat16_is_computed_in_float32():
-    q, k, v, g, beta, _ = inputs(300, torch.float32)
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+def test_fast_decay_stays_finite_and_bfloat16_is_computed_in_float32(by_channel):
+    q, k, v, g, beta, _ = inputs(300, torch.float32, by_channel)
     y, state = gated_delta_rule(q, k, v, g * 100, beta)
     gradients = torch.autograd.grad(y.sum() + state.sum(), (q, k, v, g, beta))
     assert all(tensor.isfinite().all() for tensor in (y, state, *gradients))

@@ -14,6 +14,11 @@ from mcore_moe.axes import ONE_RANK, MoEAxes
 from mcore_moe.config import MoEConfig
 from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.dtensors import is_dtensor
+
+_LARGEST_SPREAD = 0.01
+"""Largest difference of ranks' routers relative to their norm, far above that of rounding."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -74,11 +79,48 @@ class MixtureOfExperts(nn.Module):
             dtype=dtype,
         )
         self.aux_loss: Tensor = torch.zeros((), device=device)
+        self._axes = axes
+        self._num_passes = 0
+        # After the router's pass its weight is gathered, whatever shards or overlaps gathers.
+        self.moe.router.register_forward_hook(self._compare_routers)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return the experts' output in the shape of x; set ``aux_loss``."""
+        """Return the experts' output in the shape of x; set ``aux_loss``.
+
+        In training, passes 1, 2, 4, 8 and so on compare the router's weights over the ranks
+        that share tokens or experts, for which the host waits.
+
+        Raises:
+            ValueError: on all these ranks, if their routers have drifted apart.
+        """
         y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
         return y.view(x.shape)
+
+    def _compare_routers(self, router: nn.Module, *_: Any) -> None:
+        is_training = router.training and torch.is_grad_enabled()
+        if not is_training or torch.compiler.is_compiling():
+            return
+        self._num_passes += 1
+        weight = self.moe.router.weight.detach()
+        is_due = self._num_passes & (self._num_passes - 1) == 0
+        # A sharded weight has no replicas, and a graph's capture cannot wait for the host.
+        if not is_due or is_dtensor(weight) or weight.is_meta:
+            return
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        for axis in (self._axes.cp_tp, self._axes.ep):
+            if axis.size == 1:
+                continue
+            # min(x) = -max(-x), so one maximum over both signs gives both.
+            high, low = all_reduce(torch.stack([weight, -weight]).float(), axis, "max")
+            if (high + low).norm() > _LARGEST_SPREAD * (high.norm() + low.norm()):
+                raise ValueError(
+                    f"routers of ranks {list(axis.ranks)}, which share tokens or experts, have "
+                    "different weights. Each rank's gradient of a router is a term of a sum, "
+                    "which a plain optimizer does not add: use DataParallel and "
+                    "DistributedOptimizer of mcore_parallel. Before the model is built, give "
+                    "torch the same seed on all ranks."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with ``aux_loss`` detached: graphs cannot be copied or pickled."""

@@ -214,8 +214,13 @@ def test_linears_over_one_rank_are_plain():
 
 def test_rows_that_do_not_divide_are_refused_with_the_sizes():
     axis = Axis("tp", 4, 0, None, (0, 1, 2, 3))
-    with pytest.raises(ValueError, match="6 rows cannot be split over 4 parts of axis tp"):
+    with pytest.raises(
+        ValueError,
+        match=r"^column-parallel linear: 6 rows .* over 4 parts of axis tp: use a mul",
+    ):
         ColumnParallelLinear(D, 6, axis=axis)
+    with pytest.raises(ValueError, match=r"^output 'q': 6 rows cannot be split over 4 parts"):
+        ColumnParallelLinear(D, [LinearOutput("q", 6)], axis=axis)
     with pytest.raises(ValueError, match="6 input features cannot be split over axis tp"):
         RowParallelLinear(6, D, axis=axis)
     with pytest.raises(ValueError, match="blocks of 3 replicas do not divide axis tp of 4"):

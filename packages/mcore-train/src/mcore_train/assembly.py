@@ -17,7 +17,7 @@ from torch import nn
 
 from mcore_base.options import Values, find_faults
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_data.tracing.data_plan import Stretch
+from mcore_data.tracing.data_plan import BatchSizePhase
 from mcore_models.building.stage_model import StageModel
 from mcore_models.kernels.batch_invariant_model import use_batch_invariant_kernels
 from mcore_models.kernels.choice import optional_kernels
@@ -31,9 +31,11 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
-from mcore_parallel.data_parallel.gradient_noise import GradientNoise
+from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
+from mcore_parallel.data_parallel.gradient_noise import GradientNoise, ShardedGradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.meta_matrices import give_memory
+from mcore_parallel.kernels import symmetric_gemm
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
@@ -92,7 +94,7 @@ class Progress:
     """Sequences trained on, over all ranks; the next batch begins after them."""
     schedule_samples: int = 0
     """Sequences counted by the learning-rate schedule, which leaves out skipped steps."""
-    batch_size_phases: list[Stretch] = field(default_factory=list)
+    batch_size_phases: list[BatchSizePhase] = field(default_factory=list)
     """Batch sizes of the run so far, including those before it was resumed."""
     spikes: list[int] = field(default_factory=list)
     """Iterations that were spikes, among the last --spike-window steps."""
@@ -101,7 +103,9 @@ class Progress:
         """Count one more step of ``batch_size`` sequences over all ranks."""
         phases = self.batch_size_phases
         if not phases or phases[-1].batch_size != batch_size:
-            phases.append(Stretch(self.iteration + 1, self.consumed_train_samples, batch_size))
+            phases.append(
+                BatchSizePhase(self.iteration + 1, self.consumed_train_samples, batch_size)
+            )
         self.iteration += 1
         self.consumed_train_samples += batch_size
         if not is_skipped:
@@ -162,9 +166,9 @@ class Run:
     recent: RecentSteps | None = None
     """Losses and gradient norms of recent steps, by which spikes are detected; None if the run
     does not look for spikes."""
-    noise: GradientNoise | None = None
-    """Measures the noise of a step's gradient; None if weights are fully sharded or layers are
-    CUDA graphs."""
+    noise: GradientNoise | ShardedGradientNoise | None = None
+    """Measures the noise of a step's gradient; None if layers are CUDA graphs, or if fully
+    sharded gradients are summed over several optimizer instances."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -301,8 +305,13 @@ def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentStep
     return RecentSteps(config.spikes, device) if needs_recent_steps else None
 
 
-def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
-    return GradientNoise(data_parallel) if isinstance(data_parallel, DataParallel) else None
+def _build_noise(data_parallel: GradientSync) -> GradientNoise | ShardedGradientNoise | None:
+    if isinstance(data_parallel, DataParallel):
+        return GradientNoise(data_parallel)
+    assert isinstance(data_parallel, FullyShardedDataParallel)
+    # Instances sum their gradients once a step: no rank has the sum of one micro-batch.
+    has_sums = data_parallel.ctx.optimizer_replica.size == 1
+    return ShardedGradientNoise(data_parallel) if has_sums else None
 
 
 def _with_expert_wgrads(plan: Plan, ctx: ParallelContext) -> Plan:
@@ -329,6 +338,9 @@ def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> Non
     candidates = optional_kernels(
         *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
     )
+    has_muon = config.optimizer.optimizer == "muon" and dtype == torch.bfloat16
+    if has_muon and symmetric_gemm.fits(ctx.device):
+        candidates.append((symmetric_gemm.symmetric_product, ()))
     agree_on_kernels(candidates, ctx.device, ctx.world)
     _warn_of_plain_blocks(plan, ctx)
 

@@ -14,7 +14,7 @@ from mcore_base.command_line import FaultCollector
 from mcore_base.options import OptionsError, find_faults
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_data.tracing.data_plan import Stretch
+from mcore_data.tracing.data_plan import BatchSizePhase
 from mcore_models.building.layouts import stage_problems
 from mcore_models.families import GPT_FAMILY, Family
 from mcore_models.logical_tensors import moe_layers
@@ -82,11 +82,11 @@ class Plan:
     """Choice for --moe-wgrad-micro-batches auto, made when the device is known; None: not made,
     which means 1."""
 
-    def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "Plan":
+    def continue_after(self, phases: Sequence[BatchSizePhase], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.
 
         Args:
-            stretches: batch sizes from the first step on.
+            phases: batch sizes from the first step on.
             steps: number of steps done.
 
         Returns:
@@ -95,7 +95,7 @@ class Plan:
         Raises:
             ValueError: if the schedule's lengths do not fit each other any more.
         """
-        ramp, batch = self.ramp.continue_after(stretches, steps), self.config.batch
+        ramp, batch = self.ramp.continue_after(phases, steps), self.config.batch
         if ramp == self.ramp:
             return self
         flags = self.config.optimizer, self.config.schedule, batch

@@ -1,6 +1,6 @@
 import pytest
 
-from mcore_data.tracing.data_plan import Stretch
+from mcore_data.tracing.data_plan import BatchSizePhase
 from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 
 
@@ -22,7 +22,7 @@ def test_the_size_grows_by_equal_increments_over_the_samples():
     assert ramp.sizes() == (2, 4, 6, 8)
 
 
-STRETCHES = [Stretch(1, 0, 3), Stretch(5, 12, 5)]  # of seven steps, 27 sequences
+PHASES = [BatchSizePhase(1, 0, 3), BatchSizePhase(5, 12, 5)]  # of seven steps, 27 sequences
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ STRETCHES = [Stretch(1, 0, 3), Stretch(5, 12, 5)]  # of seven steps, 27 sequence
         BatchRamp(8),
         build_ramp((2, 2, 30), 8),
         build_ramp((8, 2, 30), 8),
-        BatchRamp(8).continue_after(STRETCHES, 7),
-        build_ramp((2, 2, 60), 8).continue_after(STRETCHES, 7),
+        BatchRamp(8).continue_after(PHASES, 7),
+        build_ramp((2, 2, 60), 8).continue_after(PHASES, 7),
     ],
 )
 def test_counting_steps_and_samples_agrees_with_walking(ramp):
@@ -46,13 +46,13 @@ def test_counting_steps_and_samples_agrees_with_walking(ramp):
 
 def test_batch_sizes_of_before_stand_in_front_of_a_ramp_that_has_others():
     ramp = build_ramp((2, 2, 30), 8)
-    continued = ramp.continue_after(STRETCHES, 7)
+    continued = ramp.continue_after(PHASES, 7)
     assert continued.past == ((4, 3), (3, 5))
     assert continued.samples_before(8) == 27
     assert continued.size_at(27) == ramp.size_at(27)
-    own = [Stretch(1, 0, 2), Stretch(6, 10, 4)]
+    own = [BatchSizePhase(1, 0, 2), BatchSizePhase(6, 10, 4)]
     assert ramp.continue_after(own, 7) is ramp  # its own past changes nothing
-    assert ramp.continue_after([], 7) is ramp.continue_after(STRETCHES[1:], 7) is ramp
+    assert ramp.continue_after([], 7) is ramp.continue_after(PHASES[1:], 7) is ramp
 
 
 @pytest.mark.parametrize(

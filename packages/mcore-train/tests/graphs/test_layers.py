@@ -60,6 +60,9 @@ TENSOR = EXPERTS | {
     "tensor_model_parallel_size": 2,
     "moe_layer_freq": "[0,1]",
     "normalization": "LayerNorm",
+    "norm_placement": "post",
+    "residual_stream_factors": (1.5, 1.0, 2.0),
+    "residual_output_factors": (0.5, 1.0, 0.7),
     "recompute_granularity": "full",
     "recompute_method": "block",
 }

@@ -5,9 +5,14 @@ import random
 import pytest
 
 from mcore_models.logical_tensors import num_kv_heads
+from mcore_parallel.config import ParallelConfig
 from mcore_train.composition import compose
 from mcore_train.layout_check.relations import relations
-from mcore_train.layout_check.small_layout import describe_layout, smallest_world
+from mcore_train.layout_check.small_layout import (
+    describe_layout,
+    shrink_layout,
+    smallest_world,
+)
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.resolution import resolve
 
@@ -109,6 +114,14 @@ def test_a_layout_of_more_axes_than_ranks_says_how_many_it_needs():
     }
     with pytest.raises(ValueError, match="--max-ranks 16"):
         small_run_of(LLAMA | flags | {"global_batch_size": 4}, 16)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(4, 5, 2), (4, 2, 3)])
+def test_a_degree_that_is_prime_stays_and_another_shrinks(tp, pp, dp):
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    small, world = shrink_layout(parallel, tp * pp * dp, 2 * pp * dp)
+    degrees = small.tensor_model_parallel_size, small.pipeline_model_parallel_size, world
+    assert degrees == (2, pp, 2 * pp * dp)
 
 
 def test_uneven_stages_stay_uneven():

@@ -29,6 +29,7 @@ from mcore_train.layout_check.verification import (
     conclude,
     shared_options,
     verify_on_rank,
+    with_wgrads_together,
 )
 from mcore_train.resolution import resolve
 
@@ -104,6 +105,14 @@ def test_one_rank_alone_computes_plainly():
     assert "--moe-router-score-function sigmoid" in shared_options(
         plan, build_small_run(plan, 2)
     )
+
+
+def test_a_layout_is_certified_with_the_sums_of_experts_that_its_gpus_may_choose():
+    flags = FLAGS | {"num_experts": 4, "bf16": True}
+    chosen = with_wgrads_together(resolve(compose(flags), 4)).expert_wgrads
+    assert chosen.num_together == 2
+    for without in ({"bf16": False}, {"global_batch_size": 4}, {"moe_wgrad_micro_batches": 1}):
+        assert with_wgrads_together(resolve(compose(flags | without), 4)).expert_wgrads is None
 
 
 def test_one_rank_alone_needs_no_dispatcher_of_several():

@@ -33,7 +33,7 @@ from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit
-from mcore_ckpt.storage.shard_plans import listed, name_problems
+from mcore_ckpt.storage.shard_plans import list_problems, name_problems
 
 KEPT_AVERAGE = "optimizer.average."
 """Prefix of the averaged weights that a run keeps in its optimizer's state."""
@@ -219,7 +219,7 @@ def check_alike(
         if (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape)
     ]
     if problems:
-        raise ValueError(f"these are not checkpoints of one model: {listed(problems)}")
+        raise ValueError(f"these are not checkpoints of one model: {list_problems(problems)}")
 
 
 def _step_of(folder: Path) -> int | str:

@@ -98,6 +98,8 @@ _MODULES = {
     "qwen3_next": "recurrent.qwen3_next",
     "qwen3_5_text": "recurrent.qwen3_5",
     "qwen3_5_moe_text": "recurrent.qwen3_5",
+    "minimax": "recurrent.minimax",
+    "kimi_linear": "recurrent.kimi_linear",
     "lfm2": "recurrent.lfm2",
     "lfm2_moe": "recurrent.lfm2",
     "bamba": "recurrent.bamba",

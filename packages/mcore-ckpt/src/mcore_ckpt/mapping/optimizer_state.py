@@ -14,7 +14,7 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows
 from mcore_ckpt.storage.files import DTYPES, Reader
 from mcore_ckpt.storage.index import Index, TensorEntry
-from mcore_ckpt.storage.shard_plans import listed, name_problems
+from mcore_ckpt.storage.shard_plans import list_problems, name_problems
 
 MAIN = "main"
 """Kind of the main weights, the float32 copies of 16-bit weights that Adam updates."""
@@ -132,5 +132,5 @@ def check_parts(parts: Mapping[str, StateKind], weights: Rows) -> None:
         ]
     if problems:
         raise ValueError(
-            f"the optimizer's state does not match the weights: {listed(problems)}"
+            f"the optimizer's state does not match the weights: {list_problems(problems)}"
         )

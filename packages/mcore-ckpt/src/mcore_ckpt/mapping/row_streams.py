@@ -10,8 +10,15 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mcore_ckpt.storage.boxes import Box, shifted
-from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, SLAB_BYTES, Item, Reader, narrowed
+from mcore_ckpt.storage.boxes import Box, shift_box
+from mcore_ckpt.storage.files import (
+    DTYPE_NAMES,
+    DTYPES,
+    SLAB_BYTES,
+    Item,
+    Reader,
+    narrow_to_box,
+)
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.shard_plans import plan_reads
 
@@ -47,7 +54,7 @@ class Source:
             box = ((begin, *zeros), (stop - begin, *entry.shape[1:]))
         out = torch.empty(box[1], dtype=DTYPES[entry.dtype])
         for read in plan_reads(entry, box):
-            view = narrowed(out, shifted(read.box, box[0]))
+            view = narrow_to_box(out, shift_box(read.box, box[0]))
             self._reader.read(name, entry, entry.chunks[read.chunk], read.box, view)
         return out
 

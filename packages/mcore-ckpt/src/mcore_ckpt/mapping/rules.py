@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 
 from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
-from mcore_ckpt.storage.shard_plans import listed, name_problems
+from mcore_ckpt.storage.shard_plans import list_problems, name_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def _check(wanted: Iterable[str], present: Iterable[str]) -> None:
     problems = [f"missing: {text}" for text in missing]
     problems += [f"not used by any rule: {name}" for name in unused]
     if problems:
-        raise ValueError(f"the tensors do not match this model: {listed(problems)}")
+        raise ValueError(f"the tensors do not match this model: {list_problems(problems)}")
 
 
 def _names(rule: Rule) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import HeldRows, Rows
 from mcore_ckpt.storage.boxes import Box
-from mcore_ckpt.storage.files import Reader, narrowed
+from mcore_ckpt.storage.files import Reader, narrow_to_box
 from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import is_peft_folder
 
@@ -118,4 +118,4 @@ class ViewReader(Reader):
         with self._opening:  # views cache a transposed matrix and are not thread-safe
             rows = self._view.rows(name.removeprefix(PREFIX), begin, begin + count)
         whole_rows = ((0, *box[0][1:]), box[1]) if box[0] else ((), ())
-        target.copy_(narrowed(rows, whole_rows))
+        target.copy_(narrow_to_box(rows, whole_rows))

@@ -23,7 +23,7 @@ from mcore_ckpt.formats.json_files import json_bytes
 from mcore_ckpt.mapping.rules import Link, expand, match_ours, split_index
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.boxes import Box
-from mcore_ckpt.storage.files import DTYPES, narrowed
+from mcore_ckpt.storage.files import DTYPES, narrow_to_box
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
 from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_parallel.mesh import Axis
@@ -192,7 +192,7 @@ def assemble(
     }
 
     def take(one: Write, data: Tensor) -> None:
-        view = narrowed(host[one.name], one.box)
+        view = narrow_to_box(host[one.name], one.box)
         view.copy_(data.view(view.dtype).view(one.box[1]), non_blocking=True)
 
     # A complete tensor on its own rank stays in place.

@@ -26,16 +26,16 @@ from mcore_ckpt.families.common.shapes import check_description
 from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
-from mcore_ckpt.storage.boxes import Box, shifted
+from mcore_ckpt.storage.boxes import Box, shift_box
 from mcore_ckpt.storage.checksums import check_files
-from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
+from mcore_ckpt.storage.files import DTYPES, Reader, narrow_to_box
 from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, resolve_folder
 from mcore_ckpt.storage.shard_plans import (
     Claim,
     SharedBox,
     Write,
-    listed,
+    list_problems,
     load_differences,
     name_problems,
     plan_reads,
@@ -224,7 +224,7 @@ def _check_wanted(
         advice = (
             f"\nEverything else is loaded with {' and '.join(remedies)}." if remedies else ""
         )
-        raise ValueError(f"cannot load {folder}: {listed(problems)}{advice}")
+        raise ValueError(f"cannot load {folder}: {list_problems(problems)}{advice}")
     return skipped
 
 
@@ -262,7 +262,7 @@ def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
     """Return the problems if ``level`` is raise; log the problems if it is log."""
     sentences = [f"{kind}: {problem}" for problem in problems]
     if sentences and level == "log":
-        log.warning("%s", listed(sentences))
+        log.warning("%s", list_problems(sentences))
     return sentences if level == "raise" else []
 
 
@@ -288,7 +288,7 @@ def read_tensor(
     with Reader(as_path(folder), checksums=checksums) as reader:
         for chunk in entry.chunks:
             box = (chunk.offsets, chunk.lengths)
-            reader.read(name, entry, chunk, box, narrowed(whole, box))
+            reader.read(name, entry, chunk, box, narrow_to_box(whole, box))
     return whole
 
 
@@ -308,7 +308,7 @@ def _read(
             jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
     def read_one(name: str, chunk: StoredBox, box: Box, piece: Piece) -> None:
-        target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
+        target = narrow_to_box(piece.data.detach(), shift_box(box, piece.offsets))
         reader.read(name, tensors[name], chunk, box, target)
 
     # Reads in file order are the fastest for disks and their read-ahead.

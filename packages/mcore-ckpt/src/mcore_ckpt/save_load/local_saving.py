@@ -108,13 +108,15 @@ class LocalSaver:
                 raise ValueError(
                     f"local step {newest} exists: step {step} is not newer. Use a later step."
                 )
-        self._files.failure, manager_error = "", ""
+        self._files.failures, manager_error = [], ""
         try:
             self._manager.save(_State.of(shards, extra or {}), step)
         except Exception as error:  # noqa: BLE001 - an error of the package, raised again below
             manager_error = str(error)
-        reports = gather_json(self._files.failure, self._world)
-        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
+        reports = gather_json(self._files.failures, self._world)
+        faults = "; ".join(
+            f"rank {rank}: {text}" for rank, texts in enumerate(reports) for text in texts
+        )
         if manager_error:
             raise CheckpointError(f"local step {step} was not saved: {faults or manager_error}")
         if faults:
@@ -282,7 +284,8 @@ class _Files:
 
     def __init__(self, root: Path, rank: int) -> None:
         self.folder = root / f"rank_{rank:05d}"
-        self.failure = ""
+        self.failures: list[str] = []
+        """Errors of the current save: of this rank's pieces and of copies of other ranks'."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def where(self, iteration: int, rank: int) -> Path:
@@ -300,14 +303,14 @@ class _Files:
         ]
 
     def write(self, state: _State, iteration: int, rank: int) -> None:
-        """Write one checkpoint; store an error in ``failure``, as the package waits for all."""
+        """Write one checkpoint; add an error to ``failures``, as the package waits for all."""
         folder = self.where(iteration, rank)
         try:
             remove(folder)
             folder.mkdir(parents=True)
             _write(folder, state)
         except Exception as error:  # noqa: BLE001 - raised by all ranks in LocalSaver.save
-            self.failure = str(error) or repr(error)
+            self.failures.append(str(error) or repr(error))
 
     def read(self, iteration: int, rank: int, target: _State | None = None) -> _State:
         """Read one checkpoint into the tensors of ``target``, or of a new state on the CPU."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import any_rank, gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
-from mcore_ckpt.storage.boxes import Box, box_text, intersect, shifted, small_spans
-from mcore_ckpt.storage.files import narrowed
+from mcore_ckpt.storage.boxes import Box, box_text, intersect, shift_box, small_spans
+from mcore_ckpt.storage.files import narrow_to_box
 from mcore_ckpt.storage.index import DTYPE_BYTES
-from mcore_ckpt.storage.shard_plans import Claim, Write, listed
+from mcore_ckpt.storage.shard_plans import Claim, Write, list_problems
 from mcore_parallel.collectives import all_reduce, host_device
 from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis
@@ -83,7 +83,8 @@ def compare_replicas(
     sentences += [_name(common[number], claims) for number in unequal[_MOST_NAMED:]]
     if is_far:
         raise ValueError(
-            f"cannot save different data that ranks hold under one name: {listed(sentences)}\n"
+            "cannot save different data that ranks hold under one name: "
+            f"{list_problems(sentences)}\n"
             "Only one copy would be saved. Copies must be equal: seed torch equally before the "
             "model is built, and sum gradients over the ranks that share a tensor. Different "
             "tensors need different names: number layers over the whole model, and put the "
@@ -92,7 +93,7 @@ def compare_replicas(
     log.warning(
         "copies differ by rounding, and one of them is saved: a run that resumes from this "
         "step will not equal this run bit by bit: %s",
-        listed(sentences),
+        list_problems(sentences),
     )
 
 
@@ -126,7 +127,7 @@ def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, lis
             piece_region = tuple(piece.offsets), tuple(piece.lengths)
             for number, box in boxes_by_name.get(name, []):
                 if intersect(piece_region, box) == box:
-                    inside = narrowed(piece.data.detach(), shifted(box, piece.offsets))
+                    inside = narrow_to_box(piece.data.detach(), shift_box(box, piece.offsets))
                     held.setdefault(number, []).append(inside)
     return held
 
@@ -178,16 +179,16 @@ def _is_far(
         # Boxes that this rank holds twice are compared here; other ranks compare theirs with
         # the box that the first holder sends.
         for gap, other in zip(gaps[1:], mine[1:], strict=True):
-            gap.widen(narrowed(mine[0], part), narrowed(other, part))
+            gap.widen(narrow_to_box(mine[0], part), narrow_to_box(other, part))
 
     def take(part: Box, content: Tensor) -> None:
         received = content.view(mine[0].dtype).view(part[1])
-        gaps[0].widen(narrowed(mine[0], part), received)
+        gaps[0].widen(narrow_to_box(mine[0], part), received)
 
     moves = [
         Move(ranks[0], rank, prod(part[1]) * size, part) for part in parts for rank in ranks[1:]
     ]
-    exchange(moves, lambda part: narrowed(mine[0], part), take, world=world, device=device)
+    exchange(moves, lambda part: narrow_to_box(mine[0], part), take, world=world, device=device)
     return any_rank([any(gap.is_wide for gap in gaps)], world)[0]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.boxes import Box, small_spans
-from mcore_ckpt.storage.files import narrowed
+from mcore_ckpt.storage.files import narrow_to_box
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Staging:
         target = self._blocks[run.block][run.place : run.place + run.num_bytes]
         if not run.first.address:
             box = run.first.box
-            return narrowed(tensor, box), target.view(tensor.dtype).view(box[1])
+            return narrow_to_box(tensor, box), target.view(tensor.dtype).view(box[1])
         storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         begin = run.first.address - storage.data_ptr()

@@ -21,10 +21,10 @@ from mcore_ckpt.save_load.tensor_exchange import (
     exchange,
     travel_device,
 )
-from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
-from mcore_ckpt.storage.files import DTYPES, narrowed
+from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shift_box
+from mcore_ckpt.storage.files import DTYPES, narrow_to_box
 from mcore_ckpt.storage.index import DTYPE_BYTES
-from mcore_ckpt.storage.shard_plans import Claim, Write, listed, name_problems
+from mcore_ckpt.storage.shard_plans import Claim, Write, list_problems, name_problems
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
@@ -155,7 +155,9 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
         if name in shapes and claim.shape != shapes[name]
     ]
     if problems:
-        raise ValueError("cannot transfer weights: " + listed(list(dict.fromkeys(problems))))
+        raise ValueError(
+            "cannot transfer weights: " + list_problems(list(dict.fromkeys(problems)))
+        )
     moves: list[Move[Write]] = []
     sent = [0] * len(held)
     for name, holders in boxes.items():
@@ -199,7 +201,7 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
         for text in cover_problems(shapes[name], list(holders_of_box))
     ]
     if problems:
-        raise ValueError("cannot transfer weights: " + listed(problems))
+        raise ValueError("cannot transfer weights: " + list_problems(problems))
     return boxes
 
 
@@ -208,5 +210,5 @@ def _views(shard: Shard, box: Box) -> list[Tensor]:
     views = []
     for piece in shard.pieces:
         if intersect(box, piece_box(piece)) == box:
-            views.append(narrowed(piece.data.detach(), shifted(box, piece.offsets)))
+            views.append(narrow_to_box(piece.data.detach(), shift_box(box, piece.offsets)))
     return views

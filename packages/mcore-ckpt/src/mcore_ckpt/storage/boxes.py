@@ -17,7 +17,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(length <= 0 for length in lengths) else (begin, lengths)
 
 
-def shifted(box: Box, origin: Sequence[int]) -> Box:
+def shift_box(box: Box, origin: Sequence[int]) -> Box:
     """Return the box relative to ``origin``."""
     return tuple(b - o for b, o in zip(box[0], origin, strict=True)), box[1]
 

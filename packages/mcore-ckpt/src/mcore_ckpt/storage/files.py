@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mcore_base.stores import StorePath, is_store
 from mcore_ckpt.errors import CheckpointError, write_error
-from mcore_ckpt.storage.boxes import Box, shifted, small_spans, span, strides
+from mcore_ckpt.storage.boxes import Box, shift_box, small_spans, span, strides
 from mcore_ckpt.storage.index import (
     BLOCK_BYTES,
     DTYPE_BYTES,
@@ -137,7 +137,7 @@ def cut_slabs(tensor: Shaped[Tensor, ...]) -> Iterator[Tensor]:
         tuple(tensor.shape), box, max(1, SLAB_BYTES // tensor.element_size())
     ):
         slab = torch.empty(lengths, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        yield slab.copy_(narrowed(tensor, (offsets, lengths)))
+        yield slab.copy_(narrow_to_box(tensor, (offsets, lengths)))
 
 
 def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
@@ -219,10 +219,10 @@ class Reader:
             CheckpointError: if a block does not have its checksum, or the file ends early.
         """
         dtype = DTYPES[entry.dtype]
-        inside = shifted(box, chunk.offsets)
+        inside = shift_box(box, chunk.offsets)
         size = DTYPE_BYTES[entry.dtype]
         for part in small_spans(chunk.lengths, inside, SLAB_BYTES // size):
-            view = narrowed(target, shifted(part, inside[0]))
+            view = narrow_to_box(target, shift_box(part, inside[0]))
             # Bytes of the chunk that span the part. Read directly if they need no verification
             # and have the layout of the target; otherwise read complete blocks and copy.
             first, stop = (end * size for end in span(chunk.lengths, part))
@@ -350,7 +350,7 @@ def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
     )
 
 
-def narrowed(tensor: Tensor, box: Box) -> Tensor:
+def narrow_to_box(tensor: Tensor, box: Box) -> Tensor:
     """Return the view of a tensor at a box."""
     for dim, (offset, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, length)

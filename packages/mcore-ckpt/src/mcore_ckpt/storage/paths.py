@@ -8,6 +8,7 @@ save of a step writes ``<step>.incoming``, which replaces the first by renames o
 complete.
 """
 
+import logging
 import shutil
 import uuid
 from pathlib import Path
@@ -26,6 +27,8 @@ PEFT_CONFIG = "adapter_config.json"
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the pointer to the newest step of a run folder."""
+
+log = logging.getLogger(__name__)
 
 RELEASE = "release"
 """Step of weights that no training run made, such as those of a conversion."""
@@ -308,13 +311,21 @@ def remove_steps(run_folder: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a step folder; its index first, so that no reader finds half a step."""
-    (folder / INDEX).unlink(missing_ok=True)
-    _delete(folder)
+    """Delete a step folder; its index first, so that no reader finds half a step.
+
+    A folder that cannot be deleted whole is logged with the reason: it must not end a run.
+    """
+    try:
+        (folder / INDEX).unlink(missing_ok=True)
+        _delete(folder)
+    except OSError as error:
+        log.warning("%s could not be deleted, delete it by hand: %s", folder, error)
 
 
 def _delete(folder: Path) -> None:
     if isinstance(folder, StorePath):
         folder.delete_tree()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # goes on after an error
+    if folder.exists():
+        shutil.rmtree(folder)  # raises the error

@@ -112,7 +112,7 @@ def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
                 if box in owned:
                     holders.setdefault(Write(name, box), []).append(rank)
     if problems:
-        raise ValueError("cannot save: " + listed(problems))
+        raise ValueError("cannot save: " + list_problems(problems))
     return _balance(holders, {name: claim for name, (claim, _) in tensors.items()}, len(claims))
 
 
@@ -131,7 +131,7 @@ def _merge(claims: Sequence[Mapping[str, Claim]]) -> dict[str, tuple[Claim, list
                     f"{claim.dtype} {list(claim.shape)} on rank {rank}"
                 )
     if problems:
-        raise ValueError("cannot save: " + listed(problems))
+        raise ValueError("cannot save: " + list_problems(problems))
     return tensors
 
 
@@ -280,7 +280,7 @@ def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str]
     return missing, unexpected
 
 
-def listed(problems: Sequence[str]) -> str:
+def list_problems(problems: Sequence[str]) -> str:
     """Join problems, one for each line, at most a dozen of them."""
     shown = [f"\n  {problem}" for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:

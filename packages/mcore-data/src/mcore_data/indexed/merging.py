@@ -145,6 +145,7 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
         )
     for name, option in _SETTINGS.items():
         first: dict[str, str] = {}  # a pair for each value of the setting
+        silent = []
         for prefix, facts in pairs:
             group, _, inner = name.rpartition(".")
             values = facts.get(group, {}) if group else facts
@@ -152,6 +153,13 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
                 values = {"keep_keys": [], **values}  # manifests of earlier versions
             if inner in values:
                 first.setdefault(repr(values[inner]), prefix)
+            elif facts:
+                silent.append(prefix)
+        if first and silent:
+            log.warning(
+                "the manifest of %s does not record its %s: it is taken as that of %s.",
+                *(", ".join(silent), option, next(iter(first.values()))),
+            )
         if len(first) > 1:
             values_and_pairs = " and ".join(
                 f"{prefix} ({value})" for value, prefix in first.items()

@@ -27,7 +27,7 @@ _FILES = ("data_args_path", "per_split_data_args_path", "data_mixture_path", "bl
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class BatchSizePhase:
     """Consecutive steps with one batch size.
 
     Attributes:
@@ -51,7 +51,7 @@ class DataPlan:
         sequence_length: tokens of a sample.
         seed: seed of all shuffles.
         num_samples: requested samples of train, valid and test.
-        stretches: batch sizes from the first step on; the last stretch is open-ended.
+        stretches: batch sizes from the first step on; the last phase is open-ended.
         iteration: completed steps when the plan was written.
         consumed_samples: samples used by these steps.
         working_folder: folder to which relative paths of the options refer.
@@ -65,7 +65,7 @@ class DataPlan:
     sequence_length: int
     seed: int
     num_samples: tuple[int, int, int]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[BatchSizePhase, ...]
     iteration: int
     consumed_samples: int
     working_folder: str
@@ -89,7 +89,7 @@ def parse_plan(text: str | bytes, file: str | Path = PLAN_FILE) -> DataPlan:
         if version == _VERSION:
             table["data"] = _config(DataConfig, table["data"])
             table["fim"] = _config(FIMConfig, table["fim"])
-            table["stretches"] = tuple(Stretch(**each) for each in table["stretches"])
+            table["stretches"] = tuple(BatchSizePhase(**each) for each in table["stretches"])
             for name in ("num_samples", "sources", "ledger"):
                 table[name] = tuple(table[name])
             return DataPlan(**table)
@@ -189,26 +189,26 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
     return built
 
 
-def samples_before(stretches: Sequence[Stretch], step: int) -> int:
+def samples_before(phases: Sequence[BatchSizePhase], step: int) -> int:
     """Return the number of samples that a run uses before a step, counted from 1.
 
     Raises:
-        ValueError: if the step is before the first stretch.
+        ValueError: if the step is before the first phase.
     """
-    stretch = _stretch_of(stretches, step)
-    return stretch.first_sample + (step - stretch.first_step) * stretch.batch_size
+    phase = _phase_of(phases, step)
+    return phase.first_sample + (step - phase.first_step) * phase.batch_size
 
 
-def find_step(stretches: Sequence[Stretch], position: int) -> tuple[int, int]:
+def find_step(phases: Sequence[BatchSizePhase], position: int) -> tuple[int, int]:
     """Return the step that reads a position of the data order, and the index in its batch."""
-    stretch = [each for each in stretches if each.first_sample <= position][-1]
-    steps, sample = divmod(position - stretch.first_sample, stretch.batch_size)
-    return stretch.first_step + steps, sample
+    phase = [each for each in phases if each.first_sample <= position][-1]
+    steps, sample = divmod(position - phase.first_sample, phase.batch_size)
+    return phase.first_step + steps, sample
 
 
-def batch_size_at(stretches: Sequence[Stretch], step: int) -> int:
+def batch_size_at(phases: Sequence[BatchSizePhase], step: int) -> int:
     """Return the number of samples of a step."""
-    return _stretch_of(stretches, step).batch_size
+    return _phase_of(phases, step).batch_size
 
 
 def sample_at(plan: DataPlan, dataset: Any, position: int) -> int:
@@ -221,12 +221,12 @@ def sample_at(plan: DataPlan, dataset: Any, position: int) -> int:
     return next(iter(sampler))[0]
 
 
-def _stretch_of(stretches: Sequence[Stretch], step: int) -> Stretch:
-    if step < stretches[0].first_step:
+def _phase_of(phases: Sequence[BatchSizePhase], step: int) -> BatchSizePhase:
+    if step < phases[0].first_step:
         raise ValueError(
-            f"there is no step {step}: steps are counted from {stretches[0].first_step}."
+            f"there is no step {step}: steps are counted from {phases[0].first_step}."
         )
-    return [each for each in stretches if each.first_step <= step][-1]
+    return [each for each in phases if each.first_step <= step][-1]
 
 
 def _config(kind: type, table: Mapping[str, Any]) -> Any:

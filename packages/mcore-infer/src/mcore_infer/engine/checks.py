@@ -105,4 +105,4 @@ def depends_on_length(config: TransformerConfig) -> bool:
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
     """Whether a model has recurrent layers, whose states cannot be shared by prefixes."""
-    return bool(set(config.hybrid_override_pattern) & set("MGC"))
+    return bool(set(config.hybrid_override_pattern) & set("MGCLK"))

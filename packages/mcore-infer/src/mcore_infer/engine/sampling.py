@@ -118,7 +118,9 @@ def choose(
         logits = logits.clone()
         for i in changed:
             text = sequences[i]
-            logits[i] = penalized(logits[i], text.prompt, text.ids, text.sampling, text.rules)
+            logits[i] = apply_penalties(
+                logits[i], text.prompt, text.ids, text.sampling, text.rules
+            )
     matchers = {i: text.matcher for i, text in enumerate(sequences) if text.matcher is not None}
     if matchers:
         allowed = allowed_tokens(list(matchers.values()), logits.shape[-1], logits.device)
@@ -160,7 +162,7 @@ def choose_on_all_ranks(
     return agree_on_tokens(choose(logits, sequences, offsets), model.tp, model.pp)
 
 
-def penalized(
+def apply_penalties(
     logits: Float[Tensor, " V"],
     prompt: Sequence[int],
     written: Sequence[int],

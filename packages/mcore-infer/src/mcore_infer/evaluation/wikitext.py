@@ -75,7 +75,7 @@ def detokenizer_name(path: str) -> str:
     return next((name for name in ("ptb", "wiki") if name in path.lower()), "")
 
 
-def detokenized(text: str, name: str) -> str:
+def detokenize(text: str, name: str) -> str:
     """Undo the word tokenization of a benchmark's text; ``name``: ptb, wiki or none."""
     if name == "ptb":
         return _replaced(text, _PTB)
@@ -141,7 +141,7 @@ def score_wikitext(
         model: in eval mode.
         tokenizer: tokenizer of the model.
         text: the content of the file.
-        detokenizer: see ``detokenized``.
+        detokenizer: see ``detokenize``.
         context_tokens: longest window.
         overlap: see ``plan_overlapping``; 0: the context length.
         batch: windows in one forward pass.
@@ -151,7 +151,7 @@ def score_wikitext(
         ValueError: if the text has fewer than two words or tokens, or as ``plan_overlapping``.
     """
     num_original = len(text.strip().split(" "))
-    ids = tokenizer.encode(detokenized(text, detokenizer))
+    ids = tokenizer.encode(detokenize(text, detokenizer))
     if num_original < 2 or len(ids) < 2:
         raise ValueError(
             f"a text of {num_original} words and {len(ids)} tokens has no score: use "

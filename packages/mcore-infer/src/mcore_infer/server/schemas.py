@@ -4,7 +4,6 @@ Every field of OpenAI's interfaces is declared: with an effect, as a field witho
 a model's ``refused`` with the reason. A field with the value null counts as left out.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -20,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from mcore_base.command_line import unknown
 from mcore_infer.config import MAX_SEED
 
 MAX_TEXTS = 128
@@ -30,6 +30,10 @@ MAX_PARTS = 1 << 16
 _MAX_STOP_CHARACTERS = 1024
 _MAX_TOKENS = 2**31
 _CONTENT = "a string or a list of parts of text"
+_OTHER_STRUCTURES = dict.fromkeys(
+    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    "is a field of other servers: give response_format.",
+)
 _RESERVED_FOR_TEMPLATE = {"messages", "add_generation_prompt", "tools"}
 
 
@@ -86,9 +90,7 @@ class Body(BaseModel):
             if name in cls.refused:
                 message = f"{name} {cls.refused[name]}"
             else:
-                close = difflib.get_close_matches(name[:100], fields, n=1)
-                hint = f": did you mean {close[0]}?" if close else "."
-                message = f"unknown field {name[:100]}{hint}"
+                message = unknown(name[:100], fields, "field")
             raise _FieldError(name, message)
         return values
 
@@ -198,7 +200,7 @@ def _kind_of_prompt(prompt: Any) -> str:
 class CompletionBody(TextBody):
     """``POST /v1/completions``."""
 
-    refused: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = _OTHER_STRUCTURES
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[_Ids, Tag("ids")]
@@ -241,6 +243,16 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
     strict: _NoEffect = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        types = self.parameters.get("type", "object")
+        if "object" not in (types if isinstance(types, list) else [types]):
+            raise ValueError(
+                f"the type of the parameters of {self.name} is {str(types)[:100]}: it must be "
+                "object, with a property for each argument."
+            )
+        return self
 
 
 class Tool(Body):
@@ -312,6 +324,7 @@ class ChatBody(TextBody):
         "function_call": "is no longer used: give tools and tool_choice.",
         "audio": "is not supported: answers are text.",
         "web_search_options": "is not supported: this server does not search.",
+        **_OTHER_STRUCTURES,
     }
     messages: list[Message] = Field(min_length=1, max_length=10_000)
     max_completion_tokens: _Tokens | None = None
@@ -336,6 +349,12 @@ class ChatBody(TextBody):
     def _check_combinations(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _FieldError("top_logprobs", "top_logprobs needs logprobs=true.")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            message = (
+                f"max_tokens {self.max_tokens} and max_completion_tokens "
+                f"{self.max_completion_tokens} contradict each other: give one of them."
+            )
+            raise _FieldError("max_completion_tokens", message)
         if any(turn.content is None and not turn.tool_calls for turn in self.messages):
             raise _FieldError(
                 "messages", "messages: each message must have content or tool_calls."

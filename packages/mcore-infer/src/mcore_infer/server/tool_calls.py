@@ -219,7 +219,9 @@ def calls_structure(
         if form.parameter:
             rules += _parameter_rules(f"arguments{i}", form, function.parameters, tokenizer)
         else:
-            rules.append(f"arguments{i}: {json_rule(function.parameters)}")
+            # The schema may allow other values too, but a call has an object.
+            schema = {**function.parameters, "type": "object"}
+            rules.append(f"arguments{i}: {json_rule(schema)}")
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     more = ""
     if is_parallel and form.between is not None:
@@ -451,6 +453,9 @@ class AnswerReader:
         self._text = self._text[parsed_end:]
         if is_last:
             # After calls, separators belong to the format, and any other text is content.
+            if self.num_calls:
+                call_end = self._form.after.removeprefix("}").strip()
+                self._text = self._text.lstrip().removeprefix(call_end).lstrip()
             rest = self._text
             for mark in (*self._form.separators, ",", "[", "]") if self.num_calls else ():
                 rest = rest.replace(mark, "")

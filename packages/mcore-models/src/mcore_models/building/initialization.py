@@ -36,6 +36,8 @@ _RESIDUAL = (
     ".mamba.out_proj.weight",
     ".delta_net.out_proj.weight",
     ".short_conv.out_proj.weight",
+    ".lightning.out_proj.weight",
+    ".kda.out_proj.weight",
     ".latent_up.weight",
     ".layer_input.proj.weight",
 )
@@ -56,7 +58,7 @@ def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: i
     for name, shard in weights.items():
         if any(piece.data.is_meta for piece in shard.pieces):
             continue
-        mixers = "mamba", "delta_net", "short_conv"
+        mixers = "mamba", "delta_net", "short_conv", "kda"
         is_recurrent = any(f".{mixer}." in name for mixer in mixers)
         if is_recurrent and _fill_recurrent_(name, shard, config, seed):
             continue
@@ -84,7 +86,7 @@ def _fill_recurrent_(name: str, shard: Shard, config: TransformerConfig, seed: i
         least = 1.0 if ".mamba." in name else 0.01
         for piece, uniform in _uniform(name, shard, seed):
             piece.copy_((least + (16 - least) * uniform).log())
-    elif name.endswith(".mamba.dt_bias"):
+    elif name.endswith((".mamba.dt_bias", ".kda.dt_bias")):
         low, high = math.log(config.mamba_dt_min), math.log(config.mamba_dt_max)
         for piece, uniform in _uniform(name, shard, seed):
             step = (low + (high - low) * uniform).exp().clamp(min=config.mamba_dt_init_floor)

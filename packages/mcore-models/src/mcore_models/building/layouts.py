@@ -71,14 +71,12 @@ def layout_problems(
         )
     if "mamba" in mixers:
         problems += _mamba_problems(config, parallel)
-    if "delta_net" in mixers:
-        problems += _split_problems(
-            parallel,
-            "--linear-num-key-heads",
-            config.linear_num_key_heads,
-            "gated delta nets",
-            "heads",
-        )
+    for mixer, layers in (("delta_net", "gated delta nets"), ("kda", "Kimi Delta Attention")):
+        if mixer in mixers:
+            heads = config.linear_num_key_heads
+            problems += _split_problems(
+                parallel, "--linear-num-key-heads", heads, layers, "heads"
+            )
     if "short_conv" in mixers:
         problems += _split_problems(
             parallel,
@@ -86,6 +84,14 @@ def layout_problems(
             config.hidden_size,
             "gated short convolutions",
             "channels",
+        )
+    if "lightning" in mixers:
+        problems += _split_problems(
+            parallel,
+            "--num-attention-heads",
+            config.num_attention_heads,
+            "lightning attention",
+            "heads",
         )
     problems += _width_problems(config, parallel, moe, mixers)
     if moe.num_experts:

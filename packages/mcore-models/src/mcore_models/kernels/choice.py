@@ -104,7 +104,7 @@ def _of_recurrent_layers(config: TransformerConfig, dtype: torch.dtype) -> list[
     choices: list[Choice] = []
     if "G" in letters or ("M" in letters and config.mamba_norm != "none"):
         choices.append((gated_norm, (dtype,)))
-    if letters & {"M", "G"}:
+    if letters & {"M", "G", "K"}:
         choices.append((conv_silu, (dtype,)))
     if "G" in letters:
         fitting = kernel_widths(config.linear_key_head_dim, config.linear_value_head_dim)
@@ -112,6 +112,10 @@ def _of_recurrent_layers(config: TransformerConfig, dtype: torch.dtype) -> list[
             choices.append((gated_delta_rule, (dtype, *fitting)))
     if "M" in letters:
         widths = config.mamba_head_dim, config.mamba_state_dim
+        if dtype in NARROW and is_kernel_width(*widths):
+            choices.append((ssd, (dtype, *widths)))
+    if "L" in letters:
+        widths = head_dim(config), head_dim(config)
         if dtype in NARROW and is_kernel_width(*widths):
             choices.append((ssd, (dtype, *widths)))
     return choices

@@ -17,12 +17,17 @@ computed chunk by chunk; then one kernel loops over the chunks of a head, keeps 
 state in registers and writes the state before each chunk and its corrections; finally the
 outputs of each chunk are computed. Only the inputs and S^{-1} are saved for backward.
 
+With a decay for each channel of the keys (Kimi Delta Attention), g_t is a vector of K numbers,
+and A_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc}, which is no GEMM: e^{-G} alone may overflow.
+Plain torch computes this form.
+
 N heads with values of H channels, G key heads (each the query and key of N / G neighbouring
 heads) of K channels.
 
 Reference:
     Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464, section 3; the triangular form,
-    Yang et al. 2024, arXiv:2406.06484, section 3.
+    Yang et al. 2024, arXiv:2406.06484, section 3; decay by channel, Kimi team 2025, Kimi
+    Linear, arXiv:2510.26692, section 3.
 """
 
 from collections.abc import Callable, Iterator
@@ -360,7 +365,7 @@ def delta_rule_plain(
     q: Float[Tensor, "S B G K"],
     k: Float[Tensor, "S B G K"],
     v: Float[Tensor, "S B N H"],
-    g: Float[Tensor, "S B N"],
+    g: Float[Tensor, "S B N *K"],
     beta: Float[Tensor, "S B N"],
     *,
     chunk_size: int = CHUNK,
@@ -373,7 +378,9 @@ def delta_rule_plain(
     size = min(chunk_size, length)
     q, k = (x.to(wide).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     q, k, values = (_chunks(x, size) for x in (q, k, v.to(wide)))  # [b, N, c, Q, K or H]
-    decay, share = (_chunks(x.to(wide)[..., None], size) for x in (g, beta))  # [b, N, c, Q, 1]
+    by_channel = g.dim() == 4
+    decay = _chunks(g.to(wide) if by_channel else g.to(wide)[..., None], size)
+    share = _chunks(beta.to(wide)[..., None], size)  # [b, N, c, Q, 1]
     sums = decay.cumsum(3)
     last = sums[:, :, :, -1:]  # the decay over the complete chunk
     sees = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
@@ -387,10 +394,15 @@ def delta_rule_plain(
         from_before = from_before * (mine == previous)[..., None]
         to_end = to_end * (mine == ends)[..., None]
         over = over * (ends == previous)[..., None]
-    # Masked before exp: the sum above the diagonal is unbounded.
-    inside = (sums - sums.transpose(3, 4)).masked_fill(~sees, -torch.inf).exp()  # [.., Q, Q]
+    # The products of keys, and of queries, with the keys of a chunk: [b, N, c, Q, Q].
+    if by_channel:
+        of_keys, of_queries = _DecayedProducts.apply(torch.stack([k, q]), k, sums) * sees
+    else:
+        # Masked before exp: the sum above the diagonal is unbounded.
+        inside = (sums - sums.transpose(3, 4)).masked_fill(~sees, -torch.inf).exp()
+        of_keys, of_queries = (x @ k.transpose(3, 4) * inside for x in (k, q))
 
-    system = (share * (k @ k.transpose(3, 4)) * inside).tril(-1)
+    system = (share * of_keys).tril(-1)
     known = torch.cat([share * values, share * from_before * k], -1)
     solved = torch.linalg.solve_triangular(
         system + torch.eye(size, dtype=wide, device=v.device),
@@ -403,14 +415,50 @@ def delta_rule_plain(
     if state is not None:
         memory = state.to(wide)
     before, corrections = [], []
-    kept = (to_end * k).transpose(3, 4)
+    kept, over = (to_end * k).transpose(3, 4), over.transpose(3, 4)
     for chunk in range(values.shape[2]):
         before.append(memory)
         corrections.append(new[:, :, chunk] - erased[:, :, chunk] @ memory)
         memory = over[:, :, chunk] * memory + kept[:, :, chunk] @ corrections[-1]
     read = (from_before * q) @ torch.stack(before, 2)
-    y = read + ((q @ k.transpose(3, 4)) * inside) @ torch.stack(corrections, 2)
+    y = read + of_queries @ torch.stack(corrections, 2)
     return y.flatten(2, 3)[:, :, :length].permute(2, 0, 1, 3).to(v.dtype), memory
+
+
+class _DecayedProducts(OnceDifferentiable):
+    """Products of rows a with earlier rows b, each channel decayed from b's token to a's.
+
+    ``P_ij = sum_c a_ic b_jc e^{G_ic - G_jc}`` for j <= i, else 0. One token j at a time, so
+    that no tensor of Q x Q x K numbers is in memory, also not for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Float[Tensor, "2 *B Q K"],
+        b: Float[Tensor, "*B Q K"],
+        sums: Float[Tensor, "*B Q K"],
+    ) -> Float[Tensor, "2 *B Q Q"]:
+        ctx.save_for_backward(a, b, sums)
+        products = a.new_zeros(*a.shape[:-1], a.shape[-2])
+        for j in range(a.shape[-2]):
+            later = slice(j, None)
+            decayed = b[..., [j], :] * (sums[..., later, :] - sums[..., [j], :]).exp()
+            products[..., later, j] = (a[..., later, :] * decayed).sum(-1)
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, dproducts: Tensor) -> tuple[Tensor, ...]:
+        a, b, sums = ctx.saved_tensors
+        da, db = torch.zeros_like(a), torch.empty_like(b)
+        for j in range(a.shape[-2]):
+            later = slice(j, None)
+            decay = (sums[..., later, :] - sums[..., [j], :]).exp()
+            weights = dproducts[..., later, [j]] * decay
+            da[..., later, :] += weights * b[..., [j], :]
+            db[..., j, :] = (weights * a[..., later, :]).sum((0, -2))
+        # G_i appears where a_i does, and -G_j where b_j does.
+        return da, db, (a * da).sum(0) - b * db
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -431,9 +479,10 @@ def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
     return chosen[0] if chosen else None
 
 
-def _kind(k: Tensor, v: Tensor) -> Any:
+def _kind(k: Tensor, v: Tensor, g: Tensor) -> Any:
     widths = kernel_widths(k.shape[-1], v.shape[-1])
-    return (v.dtype, *widths) if widths and v.dtype in NARROW else None
+    is_fit = widths and v.dtype in NARROW and g.dim() == 3
+    return (v.dtype, *widths) if widths and is_fit else None
 
 
 def _samples(
@@ -464,7 +513,7 @@ def gated_delta_rule(
     q: Float[Tensor, "S B G K"],
     k: Float[Tensor, "S B G K"],
     v: Float[Tensor, "S B N H"],
-    g: Float[Tensor, "S B N"],
+    g: Float[Tensor, "S B N *K"],
     beta: Float[Tensor, "S B N"],
     *,
     chunk_size: int = CHUNK,  # noqa: ARG001 - of the reference
@@ -477,7 +526,7 @@ def gated_delta_rule(
         q: queries, already scaled.
         k: keys of length 1, without which the state may grow without bound.
         v: values.
-        g: logarithms of the decay, 0 or less.
+        g: logarithms of the decay, 0 or less: of each head, or of each channel of its keys.
         beta: share of a key's stored value that is replaced, from 0 to 1.
         chunk_size: tokens of a chunk; kernels use their own.
         starts: tokens before which the state is reset: the first of each packed document.

@@ -14,12 +14,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from mcore_models.config import TransformerConfig
 from mcore_models.layers.altup import AltUp, Laurel
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import (
     MixerOutput,
+    Output,
     OutputScale,
     Residual,
     ResidualBlock,
@@ -30,6 +32,8 @@ from mcore_models.logical_tensors import layer_mixers, layer_norms
 from mcore_moe.layer import MoELayer, RoutedTokens
 
 _NO_NORM = nn.Identity()
+_FACTOR_INDEX = {"attention": 0, "mla": 0, "mlp": 2, "moe": 2}
+"""Index of a mixer's number in ``--residual-stream-factors``; 1 for recurrent layers."""
 
 
 class TransformerBlock(ResidualBlock):
@@ -59,20 +63,24 @@ class TransformerBlock(ResidualBlock):
                 normed stream and the keyword ``inputs``, mlp the normed stream alone.
 
         Raises:
-            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual``
-                requires the other class of block.
+            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual``,
+                ``--norm-placement`` or ``--altup-num-inputs`` requires another class of block.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
         super().__init__(dropout, setup.streams, setup.recomputed, config.residual_multiplier)
-        if (config.parallel_residual != "off") != isinstance(self, ParallelBlock):
+        kinds = AltUpBlock, ParallelBlock, PostNormBlock, TransformerBlock
+        built, needed = next(k for k in kinds if isinstance(self, k)), _block_type(config)
+        if built is not needed:
             raise ValueError(
-                f"--parallel-residual {config.parallel_residual} cannot be built as a "
-                f"{type(self).__name__}: build the layer with build_block."
+                f"--parallel-residual {config.parallel_residual}, --norm-placement "
+                f"{config.norm_placement} and --altup-num-inputs {config.altup_num_inputs} "
+                f"need a {needed.__name__}: build the layer with build_block."
             )
         parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
             raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
+        self.config = config
         self.mixers = mixers or layer_mixers(config, setup.moe)[setup.layer]
         self.norms = layer_norms(config, self.mixers)
         for name, norm_names in zip(self.mixers, self.norms, strict=True):
@@ -99,7 +107,7 @@ class TransformerBlock(ResidualBlock):
             one kernel.
         """
         if rows is not None:
-            stream = self._run_mixers(stream, inputs, slice(-1)).taken(rows)
+            stream = self._run_mixers(stream, inputs, slice(-1)).select_rows(rows)
             return self._scale_output(self._run_mixers(stream, inputs, slice(-1, None)))
         return self._scale_output(self._run_mixers(stream, inputs))
 
@@ -118,13 +126,29 @@ class TransformerBlock(ResidualBlock):
         self, stream: Residual, inputs: BlockInputs, which: slice = slice(None)
     ) -> Residual:
         """Run the residual halves of the layer, or a part of them."""
-        for name, (norm, post_norm) in zip(self.mixers[which], self.norms[which], strict=True):
+        for index in range(len(self.mixers))[which]:
+            name = self.mixers[index]
             mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
-            # x = x + dropout(post_norm(mixer(norm(x)))), in two calls: mix returns the mixer's
-            # output y and the stream that it has read; add applies post_norm and dropout to y.
-            y, stream = self.mix(stream, self._norm(norm), mixer, recomputed_as)
-            stream = self.add(stream, y, self._norm(post_norm))
+            # x = x + dropout(post_norm(mixer(norm(x)))), in two calls: the first returns the
+            # mixer's output y and the stream that it has read; the second applies post_norm and
+            # dropout to y.
+            y, stream = self._mix_at(index, stream, mixer, recomputed_as)
+            stream = self._add_at(index, stream, y)
         return stream
+
+    def _mix_at(
+        self,
+        index: int,
+        stream: Residual,
+        mixer: Callable[[Tensor], Output],
+        recomputed_as: str = "",
+    ) -> tuple[Output, Residual]:
+        """Return the output of the mixer at an index, and the stream that it has read."""
+        return self.mix(stream, self._norm(self.norms[index][0]), mixer, recomputed_as)
+
+    def _add_at(self, index: int, stream: Residual, output: MixerOutput) -> Residual:
+        """Add the output of the mixer at an index to the stream."""
+        return self.add(stream, output, self._norm(self.norms[index][1]))
 
     def _norm(self, name: str) -> Any:
         return getattr(self, name) if name else _NO_NORM
@@ -153,13 +177,13 @@ class TransformerBlock(ResidualBlock):
         def route(x: Tensor) -> RoutedTokens:
             return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
 
-        routed, stream = self.mix(stream, self._norm(self.norms[-1][0]), route)
+        routed, stream = self._mix_at(-1, stream, route)
         return stream, routed
 
     def from_experts(self, stream: Residual, routed: RoutedTokens) -> Residual:
         """Dispatch tokens, run the experts and add their output to the stream."""
         y = self._experts().run_experts(routed).view(stream.x.shape)
-        stream = self.add(stream, (y, routed.aux_loss), self._norm(self.norms[-1][1]))
+        stream = self._add_at(-1, stream, (y, routed.aux_loss))
         return self._scale_output(stream)
 
     def _experts(self) -> MoELayer:
@@ -252,9 +276,49 @@ class AltUpBlock(TransformerBlock):
         return Residual(self.add(stream, y).total() * 2**-0.5, None, stream.aux)
 
 
+class PostNormBlock(TransformerBlock):
+    """Transformer layer that norms the stream itself: ``x = a h + b mixer(h)``, h = norm(x).
+
+    a and b are the mixer's numbers of ``--residual-stream-factors`` and
+    ``--residual-output-factors``.
+
+    Reference:
+        Wang et al. 2022, DeepNet, arXiv:2203.00555, section 3, where the norm follows the sum;
+        here a layer begins with it, as in MiniMax-01, arXiv:2501.08313.
+    """
+
+    def _mix_at(
+        self,
+        index: int,
+        stream: Residual,
+        mixer: Callable[[Tensor], Output],
+        recomputed_as: str = "",
+    ) -> tuple[Output, Residual]:
+        normed, stream = stream.normed(self._norm(self.norms[index][0]))
+        output = self.recomputing(mixer, recomputed_as)(normed)
+        factor = self._factors(index)[0]
+        return output, Residual(normed if factor == 1 else normed * factor, None, stream.aux)
+
+    def _add_at(self, index: int, stream: Residual, output: MixerOutput) -> Residual:
+        y, aux = output if isinstance(output, tuple) else (output, None)
+        factor = self._factors(index)[1] * self.multiplier
+        y = self.dropout(y)
+        return stream.plus(y if factor == 1 else y * factor, aux)
+
+    def _factors(self, index: int) -> tuple[float, float]:
+        """Return the factors on the stream and on the output of the mixer at an index."""
+        config, kind = self.config, _FACTOR_INDEX.get(self.mixers[index], 1)
+        return config.residual_stream_factors[kind], config.residual_output_factors[kind]
+
+
 def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
-    """Build the block of ``--parallel-residual`` and ``--altup-num-inputs``."""
-    if setup.config.altup_num_inputs:
-        return AltUpBlock(setup, mixers)
-    is_parallel = setup.config.parallel_residual != "off"
-    return (ParallelBlock if is_parallel else TransformerBlock)(setup, mixers)
+    """Build the class of block that the options of the residual stream need."""
+    return _block_type(setup.config)(setup, mixers)
+
+
+def _block_type(config: TransformerConfig) -> type[TransformerBlock]:
+    if config.altup_num_inputs:
+        return AltUpBlock
+    if config.parallel_residual != "off":
+        return ParallelBlock
+    return PostNormBlock if config.norm_placement == "post" else TransformerBlock

@@ -21,6 +21,8 @@ from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.per_layer_embedding import LayerInput
 from mcore_models.layers.recurrent.delta_net import DeltaNet
+from mcore_models.layers.recurrent.kimi_delta import KimiDelta
+from mcore_models.layers.recurrent.lightning import LightningAttention
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.short_conv import ShortConv
 from mcore_models.layers.sparse_mlp import SparseMLP
@@ -117,6 +119,8 @@ MIXERS: Mapping[str, Mixer] = {
     "mamba": Mixer(build=Mamba),
     "delta_net": Mixer(build=DeltaNet),
     "short_conv": Mixer(build=ShortConv),
+    "lightning": Mixer(build=LightningAttention),
+    "kda": Mixer(build=KimiDelta),
     "layer_input": Mixer(build=LayerInput),
 }
 """Mixers by name, which is also the name of the module in its block."""

@@ -48,11 +48,11 @@ class Residual(NamedTuple):
         """Return the stream as one tensor."""
         return self.x if self.branch is None else self.x + self.branch
 
-    def settled(self) -> "Residual":
+    def with_branch_added(self) -> "Residual":
         """Return the stream with the pending output added."""
         return Residual(self.total(), None, self.aux)
 
-    def taken(self, rows: Int[Tensor, " R"]) -> "Residual":
+    def select_rows(self, rows: Int[Tensor, " R"]) -> "Residual":
         """Return the stream of some tokens, by their indices along S."""
         branch = None if self.branch is None else self.branch[rows]
         return Residual(self.x[rows], branch, self.aux)
@@ -69,8 +69,8 @@ class Residual(NamedTuple):
     def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
         """Return the norm of the stream, and the stream with the pending output added."""
         if isinstance(norm, nn.Identity) or self.branch is None:
-            settled = self.settled()
-            return norm(settled.x), settled
+            summed = self.with_branch_added()
+            return norm(summed.x), summed
         normed, total = norm.add_and_norm(self.x, self.branch)
         return normed, Residual(total, None, self.aux)
 
@@ -166,7 +166,7 @@ class ResidualBlock(nn.Module):
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:
             # Backward needs x itself, from which the norm is recomputed.
-            stream = stream.settled()
+            stream = stream.with_branch_added()
             if recomputed_as in self.recomputed:
                 run = self.recomputing(lambda x: mixer(norm(x)), recomputed_as)
                 return run(stream.x), stream

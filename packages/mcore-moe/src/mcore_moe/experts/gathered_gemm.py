@@ -63,7 +63,7 @@ def _times_rows(
         return multiply(x, weight if transposed else weight.mT, offsets, sources)
     rows = cast_rows(x)
     if sources is not None:
-        rows = rows.taken(sources)
+        rows = rows.select_rows(sources)
     return multiply_rows(rows, weight_casts(weight, casts)[transposed], offsets, x.dtype)
 
 

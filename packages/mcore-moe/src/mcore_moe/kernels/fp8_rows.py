@@ -29,7 +29,7 @@ class Fp8Rows(NamedTuple):
         """Return the rows dequantized, in the dtype of the scales."""
         return self.numbers.to(self.scales.dtype) * self.scales
 
-    def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
+    def select_rows(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
         """Return the rows at ``index``; a row must be a multiple of 8 bytes."""
         # index_select has no kernel for fp8, and moves int64 words faster than bytes.
         words = self.numbers.view(torch.int64).index_select(0, index)

@@ -29,7 +29,7 @@ from mcore_moe.routing.topk import (
     expert_scores,
     limit_to_capacity,
     route,
-    scaled,
+    scale_weights,
     top_experts,
 )
 from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
@@ -230,7 +230,7 @@ class Router(nn.Module):
         if ids is None:
             balanced = sinkhorn(logits, self.cp_tp, mask=mask) if self.training else scores
             ids = top_experts(balanced, topk)
-        return Routing(ids, scaled(scores.gather(1, ids), self.config))
+        return Routing(ids, scale_weights(scores.gather(1, ids), self.config))
 
     def _count(self, routing: Routing, mask: Tensor | None) -> None:
         if not is_replayed():

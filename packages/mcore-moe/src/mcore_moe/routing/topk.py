@@ -71,7 +71,7 @@ def route(
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         ids = top_experts(scores, 2) if ids is None else ids
         probs = _sparse_mixer_weights(scores, ids, config.moe_router_sparsemixer_eps)
-        return Routing(ids, scaled(probs, config))
+        return Routing(ids, scale_weights(probs, config))
     softmax_after = (
         config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
     )
@@ -93,10 +93,10 @@ def route(
         and config.moe_router_topk > 1
     ):
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    return Routing(ids, scaled(probs, config))
+    return Routing(ids, scale_weights(probs, config))
 
 
-def scaled(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k"]:
+def scale_weights(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k"]:
     """Return the weights times the config's factor."""
     factor = config.moe_router_topk_scaling_factor
     return probs * factor if factor else probs

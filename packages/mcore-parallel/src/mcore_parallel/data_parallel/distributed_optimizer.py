@@ -31,7 +31,7 @@ from mcore_parallel.data_parallel.gradient_sync import (
     GradientSync,
     OwnedRange,
     OwnedUnit,
-    clipped,
+    clip_ranges,
 )
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
 from mcore_parallel.data_parallel.matrix_exchange import MatrixExchange, TPMode
@@ -327,7 +327,7 @@ class DistributedOptimizer:
             with unless_applied(mask, (main, target, *moments.values())):
                 update(main, change[cut], moments, target)
                 if rates.row_factors:
-                    owned = list(clipped(run.owned, begin, begin + main.numel()))
+                    owned = list(clip_ranges(run.owned, begin, begin + main.numel()))
                     _scale_rows(owned, rates.row_factors, main, target)
                 if self._ema_decay:
                     moments[AVERAGE].lerp_(main, 1 - self._ema_decay)
@@ -340,7 +340,7 @@ class DistributedOptimizer:
             (owned, owned.view(segment.main))
             for segments in self._segments.values()
             for segment in segments
-            for owned in clipped(
+            for owned in clip_ranges(
                 segment.unit.owned_ranges(), segment.begin, segment.begin + segment.main.numel()
             )
         ]
@@ -349,7 +349,7 @@ class DistributedOptimizer:
         """Yield this rank's main weights and moments by name, with those not in checkpoints."""
         for segment in (s for each in self._segments.values() for s in each):
             ranges, stop = segment.unit.owned_ranges(), segment.begin + segment.main.numel()
-            for owned in clipped(ranges, segment.begin, stop):
+            for owned in clip_ranges(ranges, segment.begin, stop):
                 for kind, flat in {"main": segment.main, **segment.moments}.items():
                     yield f"{kind}.{owned.named.name}", owned.view(flat)
 

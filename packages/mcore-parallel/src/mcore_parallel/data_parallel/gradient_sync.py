@@ -88,7 +88,7 @@ FlatPart = tuple[OwnedUnit, int, Tensor]
 """A unit, an offset in this rank's part of it, and a flat tensor that begins at the offset."""
 
 
-def clipped(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[OwnedRange]:
+def clip_ranges(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[OwnedRange]:
     """Clip ranges to elements [begin, stop) of this rank's part; count offsets from begin."""
     for owned in ranges:
         first = max(begin, owned.offset)
@@ -210,7 +210,7 @@ class GradientSync(ABC):
         ranges = [
             (owned.named, owned.first, owned.stop, owned.view(flat))
             for unit, begin, flat in flats
-            for owned in clipped(unit.owned_ranges(), begin, begin + flat.numel())
+            for owned in clip_ranges(unit.owned_ranges(), begin, begin + flat.numel())
         ]
         return flat_shards(ranges, self.replica_axes())
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
+from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clip_ranges
 from mcore_parallel.offloading.config import PIECE_BYTES
 from mcore_parallel.optimizers.update_rule import AVERAGE, AnyRule, UpdateGroup
 from mcore_parallel.sharding import NamedParameter
@@ -240,7 +240,7 @@ def build_runs(
     """
     stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, tuple[UpdateGroup, int]]] = []
-    ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
+    ranges = list(clip_ranges(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
         # A parameter of the same kind extends the last run, padding between them included.
         parameter = owned.named.parameter
@@ -263,7 +263,7 @@ def build_runs(
                     grad=grads[cut],
                     moments={n: moment[cut] for n, moment in segment.moments.items()},
                     weights=segment.weights[cut],
-                    owned=list(clipped(ranges, cut.start, cut.stop)),
+                    owned=list(clip_ranges(ranges, cut.start, cut.stop)),
                     group=group,
                     chunk=chunk,
                     on_host=segment.on_host,

@@ -56,7 +56,7 @@ def widened(bits, KIND: tl.constexpr):
 @no_type_check
 def raised(largest, bits, KIND: tl.constexpr):
     """Raise the float32 bits at ``largest`` to the largest of some magnitudes; return that."""
-    most = widened(tl.max(bits, 0), KIND)
+    most = widened(tl.max(bits), KIND)
     # As int32 the bits of non-negative floats are ordered, infinity and NaN on top.
     tl.atomic_max(largest, most.to(tl.int32, bitcast=True), sem="relaxed")
     return most
@@ -210,9 +210,7 @@ def store_both(
     tile is NaN if that is not finite. The transpose is written in words.
     """
     if HAS_SEEN:
-        bits = largest_bits(a, b, c, d)
-        size: tl.constexpr = bits.shape[0] * bits.shape[1]
-        most = raised(seen, tl.reshape(bits, [size], can_reorder=True), a.dtype)
+        most = raised(seen, largest_bits(a, b, c, d), a.dtype)
         # The scale comes from earlier steps, so it is finite even if these numbers are not.
         scale = tl.where(most < float("inf"), scale, float("nan"))
     a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale

@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.kernels.symmetric_gemm import symmetric_product
 from mcore_parallel.optimizers.config import MuonConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype, Shape
 
@@ -174,7 +175,7 @@ def _iterate(
 ) -> Tensor:
     for step in range(num_steps):
         a, b, c = table[min(step, len(table) - 1)]
-        gram = x @ x.mT
-        gram = addmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A A
+        gram = symmetric_product(x)
+        gram = symmetric_product(gram, gram, beta=b, alpha=c)  # b A + c A A: A is symmetric
         x = addmm(x, gram, x, beta=a)
     return x

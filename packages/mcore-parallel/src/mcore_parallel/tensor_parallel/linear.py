@@ -45,17 +45,18 @@ class LinearOutput:
         Raises:
             ValueError: if the rows do not divide evenly over the blocks of replicas.
         """
+        layer_or_output = f"output {self.name!r}" if self.name else "column-parallel linear"
         if axis.size % self.replicas.size:
             raise ValueError(
-                f"output {self.name!r}: blocks of {self.replicas.size} replicas do not divide "
+                f"{layer_or_output}: blocks of {self.replicas.size} replicas do not divide "
                 f"axis {axis.name} of {axis.size} ranks"
             )
         num_blocks = axis.size // self.replicas.size
         if self.size % num_blocks:
             raise ValueError(
-                f"output {self.name!r}: {self.size} rows cannot be split over {num_blocks} "
-                f"parts of axis {axis.name}: the number of rows must be a multiple of the "
-                "number of parts"
+                f"{layer_or_output}: {self.size} rows cannot be split over {num_blocks} "
+                f"parts of axis {axis.name}: use a multiple of {num_blocks} rows, or a number "
+                f"of parts that divides {self.size}"
             )
         return self.size // num_blocks
 

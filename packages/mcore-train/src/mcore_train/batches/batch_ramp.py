@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from mcore_data.tracing.data_plan import Stretch
+from mcore_data.tracing.data_plan import BatchSizePhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class BatchRamp:
         return self.start + consumed * num_increments // self.samples * self.increment
 
     def sizes(self) -> tuple[int, ...]:
-        """Return every size of the ramp, smallest first."""
+        """Return every size that a step after ``past`` may have, smallest first."""
         if self.steps:
             return tuple(sorted({size for _, size in self.steps}))
         if not self.start:
@@ -86,22 +86,22 @@ class BatchRamp:
             done += 1
         return consumed + (step - 1 - done) * self.final
 
-    def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "BatchRamp":
+    def continue_after(self, phases: Sequence[BatchSizePhase], steps: int) -> "BatchRamp":
         """Return the ramp with the recorded batch sizes of the steps that are done.
 
         Args:
-            stretches: batch sizes from the first step on.
+            phases: batch sizes from the first step on.
             steps: number of steps done.
         """
-        begins = [*(stretch.first_step for stretch in stretches), steps + 1]
+        begins = [*(phase.first_step for phase in phases), steps + 1]
         past = tuple(
-            (after - stretch.first_step, stretch.batch_size)
-            for stretch, after in zip(stretches, begins[1:], strict=True)
+            (after - phase.first_step, phase.batch_size)
+            for phase, after in zip(phases, begins[1:], strict=True)
         )
         if begins[0] != 1 or any(number < 1 for number, _ in past):
             return self  # the record does not begin at the first step
         continued = replace(self, past=past)
-        is_same = all(self.size_at(s.first_sample) == s.batch_size for s in stretches)
+        is_same = all(self.size_at(s.first_sample) == s.batch_size for s in phases)
         is_same &= self.samples_before(steps + 1) == continued.samples_before(steps + 1)
         return self if is_same else continued
 

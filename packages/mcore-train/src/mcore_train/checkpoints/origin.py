@@ -31,7 +31,7 @@ from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
 
 if TYPE_CHECKING:  # they load NumPy, which help does without
-    from mcore_data.tracing.data_plan import Stretch
+    from mcore_data.tracing.data_plan import BatchSizePhase
     from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ def continue_plan(plan: "Plan") -> "Plan":
     return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
 
 
-def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[Stretch]":
+def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[BatchSizePhase]":
     """Return the batch sizes of a checkpoint's run, from its first step on.
 
     Args:
@@ -275,8 +275,8 @@ def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[Stretch]
         data_plan_text: the checkpoint's data plan, which older checkpoints have instead; empty:
             none.
     """
-    from mcore_data.tracing.data_plan import Stretch, parse_plan
+    from mcore_data.tracing.data_plan import BatchSizePhase, parse_plan
 
     if "stretches" in extra:
-        return [Stretch(*numbers) for numbers in extra["stretches"]]
+        return [BatchSizePhase(*numbers) for numbers in extra["stretches"]]
     return list(parse_plan(data_plan_text).stretches) if data_plan_text else []

@@ -26,8 +26,8 @@ from mcore_data.datasets.epochs import EpochsDataset
 from mcore_data.datasets.mixture import begins_at_steps
 from mcore_data.tracing.data_plan import (
     PLAN_FILE,
+    BatchSizePhase,
     DataPlan,
-    Stretch,
     parse_plan,
     samples_by_source,
 )
@@ -383,7 +383,7 @@ def data_plan(run: Run) -> DataPlan:
         sequence_length=config.batch.seq_length,
         seed=config.run.seed,
         num_samples=num_samples(run.plan),
-        stretches=tuple(run.progress.batch_size_phases) or (Stretch(1, 0, size),),
+        stretches=tuple(run.progress.batch_size_phases) or (BatchSizePhase(1, 0, size),),
         iteration=run.progress.iteration,
         consumed_samples=run.progress.consumed_train_samples,
         working_folder=str(Path.cwd()),
@@ -516,7 +516,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "iteration": run.progress.iteration,
         "consumed_train_samples": run.progress.consumed_train_samples,
         "schedule_samples": run.progress.schedule_samples,
-        "stretches": [astuple(stretch) for stretch in run.progress.batch_size_phases],
+        "stretches": [astuple(phase) for phase in run.progress.batch_size_phases],
         "schedule": asdict(plan.schedule),
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},

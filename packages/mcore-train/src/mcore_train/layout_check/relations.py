@@ -132,7 +132,7 @@ def has_shared_keys(model: TransformerConfig) -> bool:
 
 
 def _recurrent(plan: Plan) -> Iterator[tuple[str, str]]:
-    if "G" in plan.config.model.hybrid_override_pattern:
+    if {"G", "K"} & {*plan.config.model.hybrid_override_pattern}:
         shared = has_shared_keys(plan.config.model)
         yield "value heads of a delta net's key head", "several" if shared else "one"
     if "M" in plan.config.model.hybrid_override_pattern:
@@ -152,6 +152,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
     words |= {"delta_net": "delta net", "short_conv": "short convolution"}
+    words |= {"lightning": "lightning attention", "kda": "Kimi Delta Attention"}
     words |= {"layer_input": "vector of the layer"}
     shares = config.model.activation_sparsity_pattern
     return [

@@ -28,7 +28,7 @@ def smallest_world(config: TrainConfig) -> int:
 def shrink_layout(
     parallel: ParallelConfig, world_size: int, max_ranks: int
 ) -> tuple[ParallelConfig, int]:
-    """Halve degrees above 2, data ranks first, until at most ``max_ranks`` ranks are left.
+    """Divide degrees, data ranks first, until at most ``max_ranks`` ranks are left.
 
     Raises:
         ValueError: if the layout needs more ranks to split all its axes.
@@ -42,15 +42,14 @@ def shrink_layout(
     degrees = {"dp": world_size // (tp * cp * pp), "cp": exchange, "ring": ring}
     degrees |= {"tp": tp, "pp": pp}
     while (world := _product(degrees)) > max_ranks:
-        name = next((n for n in degrees if degrees[n] > 2 and n == "dp"), "")
-        name = name or max(degrees, key=lambda n: degrees[n])
-        factor = _least_factor(degrees[name])
-        if degrees[name] // factor < 2:
+        divisible = [n for n in degrees if _least_factor(degrees[n]) < degrees[n]]
+        if not divisible:
             raise ValueError(
-                f"the layout splits over {_product(degrees)} ranks at least, two on each axis: "
-                f"give --max-ranks {world}."
+                "the layout cannot shrink further, because each axis is split over a prime "
+                f"number of ranks: give --max-ranks {world}."
             )
-        degrees[name] //= factor
+        name = "dp" if "dp" in divisible else max(divisible, key=lambda n: degrees[n])
+        degrees[name] //= _least_factor(degrees[name])
     shrunk = replace(
         parallel,
         tensor_model_parallel_size=degrees["tp"],

@@ -293,7 +293,7 @@ def _compare(
         rows = build_rows(plan)
     saved_step = plan.train_iters - 1
     plan, whole = _with_cut_rows(plan, ctx, rows)
-    plan = _with_wgrads_together(plan)
+    plan = with_wgrads_together(plan)
     exact_plan = _in_float64(plan)
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     trials, starts = [], []
@@ -421,7 +421,7 @@ def _with_cut_rows(
     return plan, tuple(notes)
 
 
-def _with_wgrads_together(plan: Plan) -> Plan:
+def with_wgrads_together(plan: Plan) -> Plan:
     """Return the plan with two micro-batches a weight gradient of experts, if ``auto`` may."""
     config = plan.config
     if not is_automatic(config) or reason_for_one(config, plan.world_size):

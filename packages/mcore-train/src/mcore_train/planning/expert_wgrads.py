@@ -8,7 +8,7 @@ add each micro-batch in turn whatever the number is, and the sums have the same 
 from dataclasses import replace
 
 from mcore_base.options import find_faults
-from mcore_models.families import Family
+from mcore_models.families import FAMILIES, Family
 from mcore_train.composition import TrainConfig, parts
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
 from mcore_train.planning.step_time import predict_step
@@ -51,6 +51,8 @@ def choose_expert_wgrads(
         return None
     if reason := reason_for_one(config, world_size):
         return ExpertWgrads(1, reason)
+    if family.name not in FAMILIES:
+        return ExpertWgrads(1, f"the planner has no times of the family {family.name}")
     run = family, world_size, vocab_size, system
     limit_bytes = MOST_MEMORY * limit_bytes - CONTEXT_GIB * GIB
     num_microbatches = count_microbatches(config, world_size)

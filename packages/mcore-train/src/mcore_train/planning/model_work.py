@@ -507,9 +507,18 @@ def _add_moved_bytes(
         inner = delta_sizes(model).values / tp
         forward_bytes += 120 * inner
         backward_bytes += 240 * inner
+    if "kda" in layer.mixers:
+        # In plain torch each of a chunk's 32 tokens passes over the channels of later tokens.
+        inner = delta_sizes(model).values / tp
+        forward_bytes += 120 * inner + 16 * 32 * inner
+        backward_bytes += 240 * inner + 24 * 32 * inner
     if "short_conv" in layer.mixers:
         forward_bytes += 20 * D / tp
         backward_bytes += 40 * D / tp
+    if "lightning" in layer.mixers:
+        inner = model.num_attention_heads * head_dim(model) / tp
+        forward_bytes += 60 * inner
+        backward_bytes += 120 * inner
     if model.hidden_dropout:
         forward_bytes += 4 * D * len(layer.mixers) / stream
         backward_bytes += 4 * D * len(layer.mixers) / stream

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_ckpt.families import MODEL_TYPES, find_family
 from mcore_ckpt.families.common.fields import expert_settings, settings
 from mcore_ckpt.storage.index import TensorEntry
-from mcore_ckpt.storage.shard_plans import listed
+from mcore_ckpt.storage.shard_plans import list_problems
 from mcore_models.logical_tensors import layer_config, tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -86,7 +86,7 @@ def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEnt
     if problems:
         raise ValueError(
             f"weight shapes do not match config.json: give the config.json of these weights. "
-            f"{listed(problems)}"
+            f"{list_problems(problems)}"
         )
 
 

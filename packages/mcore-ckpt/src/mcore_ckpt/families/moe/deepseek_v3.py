@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
     ANGLES,
+    NORMS,
     Decoder,
     Description,
     FieldRule,
@@ -196,29 +197,31 @@ def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
     )
 
 
-def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
-    """Return the rules of a DeepSeek-V2 or V3, with ``extra`` rules for each layer."""
+def latent_rules(description: Description) -> list[Rule]:
+    """Return the rules of latent attention."""
     names = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mla.kv_down": "self_attn.kv_a_proj_with_mqa",
-        "mla.kv_norm": "self_attn.kv_a_layernorm",
-        "mla.kv_up": "self_attn.kv_b_proj",
-        "mla.proj": "self_attn.o_proj",
+        "kv_down": "kv_a_proj_with_mqa",
+        "kv_norm": "kv_a_layernorm",
+        "kv_up": "kv_b_proj",
+        "proj": "o_proj",
     }
     if setting(description, "q_lora_rank"):
-        names |= {
-            "mla.q_down": "self_attn.q_a_proj",
-            "mla.q_norm": "self_attn.q_a_layernorm",
-            "mla.q_up": "self_attn.q_b_proj",
-        }
+        names |= {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
     else:
-        names["mla.q"] = "self_attn.q_proj"
-    rules = [
-        Rule(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
+        names["q"] = "q_proj"
+    return [
+        Rule(f"blocks.*.mla.{ours}.weight", f"model.layers.*.self_attn.{theirs}.weight")
         for ours, theirs in names.items()
     ]
-    return experts_table(description, [*rules, *extra])
+
+
+def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
+    """Return the rules of a DeepSeek-V2 or V3, with ``extra`` rules for each layer."""
+    norms = [
+        Rule(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
+        for ours, theirs in NORMS.items()
+    ]
+    return experts_table(description, [*norms, *latent_rules(description), *extra])
 
 
 FAMILY = Decoder(

@@ -58,7 +58,7 @@ def _table(description: Description) -> Table:
     return decoder_table(description, rules)
 
 
-def _renames(names: Collection[str]) -> dict[str, str]:
+def renames(names: Collection[str]) -> dict[str, str]:
     """Return the table's names for a state dict of transformers 5, which has ``mlp``."""
     new_names = {name: name.replace(".mlp.", ".block_sparse_moe.") for name in names}
     return {name: new for name, new in new_names.items() if name != new}
@@ -76,5 +76,5 @@ FAMILY = Decoder(
     parts=(WINDOW,),
     experts=FieldRule(read=read_experts, write=write_experts),
     weights=_table,
-    renames=_renames,
+    renames=renames,
 )

@@ -22,6 +22,9 @@ from mcore_infer.engine.kernels.paged_attention import launch_arguments
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FACTOR = gl.constexpr(E4M3_FACTOR.value)
+# Names that differ between Triton 3.6 and 3.9.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # e4m3 -> bfloat16 for the lower bytes and for the upper bytes of two 16-bit lanes. The shift
 # aligns exponent and fraction, lop3 adds the sign, as in ``dequantization``.
@@ -99,8 +102,8 @@ def _copy_tile(
     if C > HELD:
         is_own = is_own & (column < HELD)[None, :]
     key, value = held_keys.index(stage), held_values.index(stage)
-    async_copy.async_copy_global_to_shared(key, keys + base + at, mask=is_own)
-    async_copy.async_copy_global_to_shared(value, values + base + at, mask=is_own)
+    _async_load(key, keys + base + at, mask=is_own)
+    _async_load(value, values + base + at, mask=is_own)
     async_copy.commit_group()
 
 
@@ -169,7 +172,7 @@ def _attend_many(
     new_values += request * new_value_stride + group * H
     _write_row(new_keys, keys + place, key_scale, H, LANES, IS_FP8)
     _write_row(new_values, values + place, value_scale, H, LANES, IS_FP8)
-    gl.thread_barrier()  # the copies below read the new key and value
+    _barrier()  # the copies below read the new key and value
     first_head = request * N + group * (N // G)
     mixed, odd_mixed, total = _attended(
         q + first_head * H, keys, values, table, last, group, scale, window, key_scale,
@@ -227,7 +230,7 @@ def _attended(
     for i in range(gl.cdiv(last + 1 - begin, KEYS)):
         # Wait for this tile, then start the copy that overwrites the previous tile.
         async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        _barrier()
         stage, ahead = (i + STAGES - 1) % STAGES, begin + (i + STAGES - 1) * KEYS
         next_page = gl.load(table + gl.minimum(ahead + KEYS, last) // Z)
         to = (keys, values, held_keys, held_values)

@@ -9,7 +9,7 @@ Reference:
     Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; the layer as in Qwen3-Next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mcore_models.kernels.conv import conv_silu
-from mcore_models.kernels.delta import gated_delta_rule
+from mcore_models.kernels.delta import CHUNK, gated_delta_rule
 from mcore_models.kernels.gated_norm import gated_norm
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
@@ -41,12 +41,17 @@ class DeltaNet(nn.Module):
     """Gated delta net of one layer.
 
     Attributes:
+        chunk_size: tokens of a chunk of the state in plain torch.
+        kind: the layer's name in errors.
         in_proj: D to this rank's q, k, v, z, b and a, in this order.
         conv1d: over this rank's q, k and v.
         dt_bias, A_log: of each value head on this rank.
         norm: of each head's output, with one weight for all heads.
         out_proj: channels to D.
     """
+
+    chunk_size = CHUNK
+    kind = "gated delta net"
 
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; matrices are zero until the model fills them."""
@@ -89,21 +94,32 @@ class DeltaNet(nn.Module):
             x: this rank's tokens.
             inputs: documents and state of the tokens.
         """
-        sizes = self.in_proj.output_sizes
-        mixed, z, b, a = self.in_proj(x).split((sum(sizes[:3]), *sizes[3:]), -1)
+        mixed, z, b, a = self._project(x)
+        sizes = self.conv1d.sizes
         if inputs.state is not None:
             y = self._continued(mixed, b, a, inputs.state.layer(self.layer))
         elif self.cp.size == 1:
             starts = document_starts(inputs.documents, x.device)
             y = self._mix(mixed, b, a, starts=starts)[0]
         else:
-            y = self._over_context(mixed.split(sizes[:3], -1), b, a, inputs.documents)
+            y = self._over_context(mixed.split(sizes, -1), b, a, inputs.documents)
         return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Return the sharding of the vectors with one number per head."""
         heads = (self.sizes.value_heads,)
         return {name: sliced_layout("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k and v in one tensor, the gate z, and b and a of each value head."""
+        sizes = self.in_proj.output_sizes
+        mixed, z, b, a = self.in_proj(x).split((sum(sizes[:3]), *sizes[3:]), -1)
+        return mixed, z, b, a
+
+    def _log_decay(self, a: Tensor, local_block: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the logarithm of each token's decay, of heads in a block of this rank's."""
+        rate = F.softplus(a + local_block(self.dt_bias).to(a.dtype))
+        return -local_block(self.A_log).to(a.dtype).exp() * rate
 
     def _gated_norm(
         self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]
@@ -121,7 +137,7 @@ class DeltaNet(nn.Module):
         self,
         mixed: Float[Tensor, "S B F"],
         b: Float[Tensor, "S B N"],
-        a: Float[Tensor, "S B N"],
+        a: Float[Tensor, "S B R"],
         *,
         starts: Bool[Tensor, "S B"] | None = None,
         before: Tensor | None = None,
@@ -131,7 +147,8 @@ class DeltaNet(nn.Module):
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
         """Run convolution and state over complete sequences; return outputs and last state.
 
-        ``mixed``, ``b`` and ``a`` hold the ``block``-th of ``blocks`` equal blocks of heads.
+        ``mixed``, ``b`` and ``a`` hold the ``block``-th of ``blocks`` equal blocks of heads,
+        ``a`` one number, or several, of each head.
         """
 
         def local_block(x: Tensor) -> Tensor:
@@ -148,14 +165,13 @@ class DeltaNet(nn.Module):
         wide = torch.promote_types(mixed.dtype, torch.float32)
         width = self.config.linear_key_head_dim
         q, k = (_unit(x.unflatten(-1, (-1, width)).to(wide)) for x in (q, k))
-        # The state decays by exp(-exp(A_log) * softplus(a + dt_bias)) per token.
-        rate = F.softplus(a.to(wide) + local_block(self.dt_bias).to(wide))
         return gated_delta_rule(
             q * width**-0.5,
             k,
             v.unflatten(-1, (-1, self.config.linear_value_head_dim)),
-            -local_block(self.A_log).to(wide).exp() * rate,
+            self._log_decay(a.to(wide), local_block),
             b.to(wide).sigmoid(),
+            chunk_size=self.chunk_size,
             starts=starts,
             state=state,
         )
@@ -164,7 +180,7 @@ class DeltaNet(nn.Module):
         """Continue from the stored inputs of the convolution and state; store the new ones."""
         if not isinstance(layer_state, RecurrentState):
             raise TypeError(
-                f"layer {self.layer} (gated delta net) needs a recurrent state, but its state "
+                f"layer {self.layer} ({self.kind}) needs a recurrent state, but its state "
                 f"is a {type(layer_state).__name__}: implement RecurrentState.run."
             )
 
@@ -187,7 +203,11 @@ class DeltaNet(nn.Module):
             heads_to_sequence(part.unflatten(-1, (-1, width)), cp).flatten(-2)
             for part, width in zip(parts, widths, strict=True)
         ]
-        b, a = (heads_to_sequence(rate[..., None], cp).squeeze(-1) for rate in (b, a))
+        heads = b.shape[-1]
+        b, a = (
+            heads_to_sequence(rate.unflatten(-1, (heads, -1)), cp).flatten(-2)
+            for rate in (b, a)
+        )
         starts = document_starts(documents, b.device)
         mixed = torch.cat(exchanged, -1)
         y, _ = self._mix(mixed, b, a, starts=starts, block=cp.rank, blocks=cp.size)

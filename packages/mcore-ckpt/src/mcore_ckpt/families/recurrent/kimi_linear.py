@@ -1,0 +1,224 @@
+"""Kimi-Linear: Kimi Delta Attention, latent attention without positions, experts."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.families.common.decoder import (
+    NORMS,
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    around,
+    gated_rules,
+    pair,
+)
+from mcore_ckpt.families.common.fields import Fields, expert_setting, setting
+from mcore_ckpt.families.moe.deepseek_v3 import LATENT, SIGMOID_EXPERTS, latent_rules
+from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_models.layer_patterns import join_layers, pattern_layers
+
+_MIXERS = {"linear_attention": "K", "full_attention": "*"}
+_HALVES = {"dense": "-", "sparse": "E"}
+_SIZES = {
+    "linear_num_heads": ("linear_num_key_heads", "linear_num_value_heads"),
+    "linear_head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
+}
+"""Their sizes of Kimi Delta Attention, and ours, which must be equal."""
+_RELEASED = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+"""Names of these sizes in transformers, and in ``linear_attn_config`` of the release."""
+_NAMES = {
+    **{f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkvb"},
+    **{f"conv1d.{part}.weight": f"{part}_conv1d.weight" for part in "qkv"},
+    "decay_down.weight": "f_a_proj.weight",
+    "decay_up.weight": "f_b_proj.weight",
+    "gate_down.weight": "g_a_proj.weight",
+    "gate_up.weight": "g_b_proj.weight",
+    **{name: name for name in ("dt_bias", "A_log")},
+    "norm.weight": "o_norm.weight",
+    "out_proj.weight": "o_proj.weight",
+}
+"""Our names of Kimi Delta Attention's tensors and theirs."""
+
+
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lists and sizes that the release has in one field, which counts from 1."""
+    usual = dict(config)
+    count = config["num_hidden_layers"]
+    if released := usual.pop("linear_attn_config", None):
+        usual = {name: released[theirs] for name, theirs in _RELEASED.items()} | usual
+        kinds = [
+            "full_attention" if layer in released["full_attn_layers"] else "linear_attention"
+            for layer in range(1, count + 1)
+        ]
+        usual.setdefault("layer_types", kinds)
+    dense = usual.pop("first_k_dense_replace", 1)
+    kinds = ["dense" if layer < dense else "sparse" for layer in range(count)]
+    usual.setdefault("mlp_layer_types", kinds)
+    return usual
+
+
+def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    lists = {"layer_types": _MIXERS, "mlp_layer_types": _HALVES}
+    letters = []
+    for name, words in lists.items():
+        kinds = fields.take(name)
+        if len(kinds) != ours["num_layers"] or not set(kinds) <= words.keys():
+            raise ValueError(
+                f"config.json has {name}={kinds!r}: it must name {' or '.join(words)} for each "
+                f"of num_hidden_layers, {ours['num_layers']}."
+            )
+        letters.append([words[kind] for kind in kinds])
+    pattern = join_layers(map("".join, zip(*letters, strict=True)))
+    sizes: dict[str, Any] = {}
+    for theirs, both in _SIZES.items():
+        sizes |= dict.fromkeys(both, fields.take(theirs))
+    return {"hybrid_override_pattern": pattern, **sizes}
+
+
+def _write_layers(description: Description, theirs: Theirs) -> Theirs:
+    """Return the lists and sizes twice: as transformers reads them, and as engines do."""
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    fields: Theirs = {"linear_conv_kernel_dim": theirs["linear_conv_kernel_dim"]}
+    for name, (first, second) in _SIZES.items():
+        fields[name] = setting(description, first)
+        if setting(description, second) != fields[name]:
+            raise ValueError(
+                f"it cannot express --{first} other than --{second}".replace("_", "-")
+            )
+    lists = {"layer_types": _MIXERS, "mlp_layer_types": _HALVES}
+    for place, (name, letters) in enumerate(lists.items()):
+        words = {letter: word for word, letter in letters.items()}
+        fields[name] = [words[layer[place]] for layer in layers]
+    fields["linear_attn_config"] = {
+        **{released: fields[name] for name, released in _RELEASED.items()},
+        "kda_layers": [i for i, layer in enumerate(layers, 1) if "K" in layer],
+        "full_attn_layers": [i for i, layer in enumerate(layers, 1) if "*" in layer],
+    }
+    dense = sum("-" in layer for layer in layers)
+    if all("-" in layer for layer in layers[:dense]):
+        fields["first_k_dense_replace"] = dense
+    return fields
+
+
+def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    moe = SIGMOID_EXPERTS.read(fields, ours)
+    del moe["moe_layer_freq"]  # the pattern has the layers with experts
+    return moe if "E" in ours["hybrid_override_pattern"] else {}
+
+
+def _write_experts(description: Description, theirs: Theirs) -> Theirs:
+    if not expert_setting(description, "num_experts"):
+        return {}
+    fields = SIGMOID_EXPERTS.write(description, theirs)
+    del fields["first_k_dense_replace"]
+    return fields
+
+
+def _table(description: Description) -> Table:
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    layers_of = {
+        letter: tuple(i for i, layer in enumerate(layers) if letter in layer)
+        for letter in "K*-E"
+    }
+    there, attention = "model.layers.*.", "model.layers.*.self_attn."
+    norm = f"{there}{NORMS['attention_norm']}.weight"
+    rules_of = {
+        "K": [
+            Rule("blocks.*.kda_norm.weight", norm),
+            *(Rule(f"blocks.*.kda.{ours}", attention + name) for ours, name in _NAMES.items()),
+        ],
+        "*": [Rule("blocks.*.attention_norm.weight", norm), *latent_rules(description)],
+    }
+    moe = "block_sparse_moe."
+    router = {"weight": "gate.weight", "expert_bias": "gate.e_score_correction_bias"}
+    rules = [
+        *(replace(rule, layers=layers_of[one]) for one in "K*" for rule in rules_of[one]),
+        Rule("blocks.*.mlp_norm.weight", f"{there}{NORMS['mlp_norm']}.weight"),
+        *gated_rules("mlp.", "mlp.", layers_of["-"]),
+        *(
+            Rule(f"blocks.*.moe.router.{ours}", f"{there}{moe}{name}", layers=layers_of["E"])
+            for ours, name in router.items()
+        ),
+        *gated_rules("moe.experts.*.", f"{moe}experts.*.", layers_of["E"], ("w1", "w3", "w2")),
+    ]
+    has_shared = bool(expert_setting(description, "moe_shared_expert_intermediate_size"))
+    if has_shared:
+        rules += gated_rules("moe.shared.", f"{moe}shared_experts.", layers_of["E"])
+    return Table(
+        around(description, rules),
+        len(layers),
+        expert_setting(description, "num_experts"),
+        # transformers stores shared experts of width 0.
+        droppable=() if has_shared else ("*.shared_experts.*",),
+    )
+
+
+def _renames(names: Collection[str]) -> dict[str, str]:
+    """Return the release's names of dense layers, for folders that transformers writes."""
+    dense = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
+    return {name: new for name in names if (new := dense.sub(r".mlp.\1.", name)) != name}
+
+
+FAMILY = Decoder(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    fixed={
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "position_embedding_type": "none",
+        # transformers stores both tables, whatever tie_word_embeddings is.
+        "untie_embeddings_and_output_weights": True,
+    },
+    rotates=False,
+    field_names={
+        "max_position_embeddings": "model_max_length",
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+    },
+    absent={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "linear_conv_kernel_dim": 4,
+    },
+    only={
+        "attention_bias": False,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "moe_layer_freq": 1,
+    },
+    refused={"num_nextn_predict_layers": 0},
+    # Rotation, which no layer has, and widths that follow from others.
+    unread=("rope_theta", "rope_scaling", "rope_parameters", "qk_head_dim"),
+    parts=(
+        *LATENT,
+        pair("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+        FieldRule(
+            covers=(
+                "hybrid_override_pattern",
+                *(name for both in _SIZES.values() for name in both),
+            ),
+            read=_read_layers,
+            write=_write_layers,
+            keep=("layer_types",),
+        ),
+    ),
+    experts=FieldRule(read=_read_experts, write=_write_experts),
+    layers=("K-", "KE", "*-", "*E"),
+    normalize=_normalize,
+    weights=_table,
+    renames=_renames,
+)
