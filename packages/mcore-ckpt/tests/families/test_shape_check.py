@@ -117,6 +117,10 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
+    "gemma3n_text": ROPE
+    | HEAD
+    | {"num_kv_shared_layers": 0, "laurel_rank": 3, "altup_num_inputs": 2}
+    | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 31},
     "gemma4_text": ROPE
     | HEAD
     | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 14}
@@ -219,6 +223,7 @@ SHAPELESS = {
     ("deepseek_v3", "num_experts_per_tok"),
     ("kimi_k2", "num_experts_per_tok"),
     ("nemotron_h", "num_experts_per_tok"),
+    ("gemma3n_text", "num_kv_shared_layers"),  # 0, as twice as many
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),
     ("qwen2_moe", "intermediate_size"),
