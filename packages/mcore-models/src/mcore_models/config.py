@@ -333,8 +333,8 @@ class TransformerConfig(Options):
 
     norm_placement: NormPlacement = "pre"
     """Norms before attention and before the feed-forward layer (pre), on their outputs (output,
-    OLMo-2), or both (sandwich, Gemma); post: norms of the residual stream itself, before both,
-    whose outputs are added to the normed stream (MiniMax-M1)."""
+    OLMo-2), or both (sandwich, Gemma); post: before both, and the output of attention or of the
+    feed-forward layer is added to the normed residual stream (MiniMax-M1)."""
 
     residual_stream_factors: tuple[float, float, float] = option(
         (1.0, 1.0, 1.0), needs={"norm_placement": "post"}

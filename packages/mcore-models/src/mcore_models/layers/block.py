@@ -141,11 +141,11 @@ class TransformerBlock(ResidualBlock):
         mixer: Callable[[Tensor], Output],
         recomputed_as: str = "",
     ) -> tuple[Output, Residual]:
-        """Return the output of the mixer at an index, and the stream that it has read."""
+        """Run the mixer at ``index`` of the layer; return its output and its input stream."""
         return self.mix(stream, self._norm(self.norms[index][0]), mixer, recomputed_as)
 
     def _add_at(self, index: int, stream: Residual, output: MixerOutput) -> Residual:
-        """Add the output of the mixer at an index to the stream."""
+        """Add the output of the mixer at ``index`` of the layer to the stream."""
         return self.add(stream, output, self._norm(self.norms[index][1]))
 
     def _norm(self, name: str) -> Any:
@@ -262,7 +262,7 @@ class PostNormBlock(TransformerBlock):
         return stream.plus(y if factor == 1 else y * factor, aux)
 
     def _factors(self, index: int) -> tuple[float, float]:
-        """Return the factors on the stream and on the output of the mixer at an index."""
+        """Return the factors on the stream and on the output of the mixer at ``index``."""
         config, kind = self.config, _FACTOR_INDEX.get(self.mixers[index], 1)
         return config.residual_stream_factors[kind], config.residual_output_factors[kind]
 
