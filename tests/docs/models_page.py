@@ -50,7 +50,7 @@ compressed-tensors are [read](deployment.md). Of models that see, the text model
 LEFT_OUT = """
 ## Not supported, and why
 
-Of supported models:
+Parts of supported models:
 
 - `deepseek_v32`: the indexer, which selects the keys of sparse attention, is converted and
   used, in training too, but not trained: the model trains on the keys that a frozen indexer

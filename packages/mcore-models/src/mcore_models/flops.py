@@ -628,7 +628,8 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         # Queries, keys, values and gate; queries, keys and values before SiLU; the state's
         # output; the normed output in float32 (2) and rounded.
         "lightning": 11 * N * head_dim(config),
-        # With AltUp also streams before and after prediction and correction, outcome, error,
-        # input of the gate, and norms of router and LAuReL.
+        # With AltUp also all streams before and after prediction and after correction, and 6
+        # tensors of one stream: the layer's output, the error of the prediction, the input of
+        # the gate, and the norms of router (twice) and LAuReL.
         "layer_input": 3 * config.per_layer_embedding_size + streams * config.hidden_size,
     }

@@ -21,8 +21,8 @@ from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 
 _PADDING = 163839
-"""Padding token that transformers assumes if config.json has none. transformers refuses a smaller
-vocabulary, unless ``pad_token_id`` is null."""
+"""Padding token that transformers assumes if config.json has none. transformers refuses a
+smaller vocabulary, unless ``pad_token_id`` is null."""
 _LETTERS = {
     "layer_types": {"linear_attention": "K", "full_attention": "*"},
     "mlp_layer_types": {"dense": "-", "sparse": "E"},
@@ -40,7 +40,7 @@ _OF_EXPERTS = (
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
     *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "aux_loss_alpha"),
 )
-"""Fields of experts, by DeepSeek's names, that are read and not used in a model without experts."""
+"""Fields of experts, by DeepSeek's names, which a model without experts does not use."""
 _RELEASED = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
