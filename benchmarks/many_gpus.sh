@@ -116,7 +116,7 @@ if [ "$world" -eq 2 ]; then  # no rehearsal: the longest sequence of the whole 8
   warmup=1 steps=1 profiled=0 step "llama-3-8b-262k-$at-cp" 280 $llama --seq-length 262144 --max-position-embeddings 262144 --context-parallel-size 2 --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
 fi
 unset warmup steps profiled
-if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
+if [ "$world" -eq 4 ]; then  # compared with llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
   step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
 fi
 for case in "zero dp2" "tp2 sp" "experts ep2"; do  # three trainings each, on two GPUs

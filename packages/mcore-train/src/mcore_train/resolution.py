@@ -79,8 +79,8 @@ class Plan:
     dtype: Dtype
     """Format of parameters and activations."""
     expert_wgrads: ExpertWgrads | None = None
-    """Choice for ``--moe-wgrad-micro-batches auto``, made when a run knows its GPUs; None: no
-    choice was made, and ``auto`` is 1."""
+    """Choice for ``--moe-wgrad-micro-batches auto``, made by a run for its GPUs; None: none was
+    made, and ``auto`` is 1."""
 
     def continue_after(self, phases: Sequence[BatchSizePhase], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.

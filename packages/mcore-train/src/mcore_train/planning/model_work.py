@@ -61,7 +61,7 @@ def no_work() -> Work:
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?")
 _TABLES = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_")
 _REPLICATED = ("layer_input", "altup", "laurel")
-"""Parts of layers that all tensor ranks compute alike, without messages."""
+"""Parts of layers that every tensor rank computes completely, without communication."""
 _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 
