@@ -55,8 +55,9 @@ peer "megatron-core-llama-3-8b-$at-dp" 150 $peer_steps
 step "llama-3-8b-$at-dp-fp8" 150 $llama $small $zero --global-batch-size $((4 * world)) $delayed
 peer "megatron-core-llama-3-8b-$at-dp-fp8" 150 $peer_steps --fp8-recipe delayed
 # Experts: weight gradients one micro-batch at a time or several together, two dispatchers, fp8.
-warmup=14 ways "qwen3-30b-$at-ep-ways" 240 --way "allgather, one by one: --moe-wgrad-micro-batches 1" --way allgather \
+warmup=14 ways "qwen3-30b-$at-ep-ways" 280 --way "allgather, one by one: --moe-wgrad-micro-batches 1" --way allgather \
   --way "symmetric: --moe-token-dispatcher-type symmetric" \
+  --way "allgather, four sequences: --micro-batch-size 4" \
   --way "allgather, fp8: --fp8-format hybrid --moe-experts-dtype fp8" \
   -- $common $qwen $qwen_layers $experts --global-batch-size $((8 * world)) --moe-token-dispatcher-type allgather $static 8
 warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "allgather: --moe-token-dispatcher-type allgather $static 4" \

@@ -67,6 +67,9 @@ class Cause:
     """Milliseconds of a step that the cause adds."""
     gib: float = 0.0
     """Peak memory that the cause adds."""
+    replaced: str = ""
+    """Commit that replaced the code that was timed, a descendant of the commit that added the
+    row's file; empty: the row belongs to the comparison."""
 
 
 _HOSTS = (
@@ -86,7 +89,8 @@ OUTLIERS = {
     "nemotron": Cause(
         "its Mamba layers ran in plain torch (benchmarks/README.md), which moves and keeps "
         "float32 tensors of a whole scan: 505 ms of copies and elementwise kernels in its "
-        "profile; the planner counts the fused scan"
+        "profile; the planner counts the fused scan",
+        replaced="86ba8424",
     ),
     "graphs-of-layers-h200: 32 experts, 24 layers, local, cut": Cause(
         "a variant, since removed, whose graphs ended at the experts, which the host launched: "
@@ -104,6 +108,7 @@ OUTLIERS = {
         "rounding weights stochastically was 18 kernels of torch at that commit, which move "
         "150 bytes for each of 16.3e9 weights; one kernel now",
         ms=1e3 * 16.26e9 * 150 / 4.2e12,
+        replaced="db18755d",
     ),
     "llama-3-8b-8-layers-h200-x4-tp4-sp-overlap": Cause(
         "--tp-comm-overlap makes the launches of the host the limit, which the planner does "
@@ -112,7 +117,8 @@ OUTLIERS = {
     ),
     "mixtral-8x7b-4-layers": Cause(
         "a commit before rows of experts moved without sorts and their gradients were added "
-        "within the GEMM: 174 ms of elementwise kernels and copies in its profile"
+        "within the GEMM: 174 ms of elementwise kernels and copies in its profile",
+        replaced="d903233b",
     ),
     "qwen3-30b-16-layers-h200-x2-ep2-ways: symmetric": Cause(
         "kernels that read the other rank's memory wait for it: 316 ms of kernels that are no "
@@ -126,19 +132,26 @@ OUTLIERS = {
         "its messages of both ways shared a group; with a group for each way, as now, forward "
         "and backward take 3 356 ms instead of 3 663 (`llama-3-8b-pp4-message-groups-h200-x4`)",
         ms=3662.554 - 3355.675,
+        replaced="0bec2d3d",
     ),
-    "llama-3-8b-pp4-schedules-h200-x4: interleaved": Cause(_GATED.format(44), gib=-44 * _KEPT),
-    "llama-3-8b-pp4-schedules-h200-x4": Cause(_GATED.format(32), gib=-32 * _KEPT),
+    "llama-3-8b-pp4-schedules-h200-x4: interleaved": Cause(
+        _GATED.format(44), gib=-44 * _KEPT, replaced="c579de57"
+    ),
+    "llama-3-8b-pp4-schedules-h200-x4": Cause(
+        _GATED.format(32), gib=-32 * _KEPT, replaced="c579de57"
+    ),
     "llama-3-8b-pp4-h200-x4: interleaved": Cause(
         "weights and gradients of 1f1b, which the same process had measured before, were not "
         "freed at that commit: 6 bytes for each of 2.27e9 parameters",
         gib=6 * 2.270e9 / 2**30,
+        replaced="538154a9",
     ),
     "qlora-llama-3-8b-h200": Cause(
         "4-bit weights were widened by plain torch at that commit, in 14.5 ms for 8 layers, "
         "and by one kernel since, in 1.5 (`qlora-llama-3-8b-8-layers-widening-h200`): "
         "32 layers, forward and backward",
         ms=2 * 4 * (14.49 - 1.49),
+        replaced="00676e16",
     ),
     "llama-3-8b-8-layers-fp8-recipes-h200-x1": Cause(_LEFT_OVER, gib=2.87),
 }
@@ -211,6 +224,13 @@ _BIAS = (
     "goals are 4 % (median) and 10 % (worst) for time, 1.5 % and 5 % for memory: the medians "
     "meet them, the worst rows are the outliers."
 )
+_REPLACED = (
+    "A row is outside the comparison if a later commit replaced the code that it timed, and no "
+    "flag brings that code back. `git show COMMIT` is the replacement, and `git log "
+    "--diff-filter=A -- benchmarks/results/FILE.json` names the earlier commit that added the "
+    "row; a test compares the two. The errors of these rows are in the last row of the first "
+    "table."
+)
 _CHOICES = (
     "`dualpipev` on 4 ranks counts with a group of messages for each way, as it has now: see "
     "the outliers."
@@ -271,7 +291,17 @@ class Comparison:
         return self.name.startswith(HELD_OUT)
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the code that was timed is not in the repository any more."""
+        return self.is_off and bool(self.cause.replaced)
+
+    @property
     def is_far(self) -> bool:
+        """Whether a row of the comparison is off by more than the goals."""
+        return self.is_off and not self.is_replaced
+
+    @property
+    def is_off(self) -> bool:
         """Whether it is off by more than the goals."""
         return abs(self.time_error) > 0.1 or abs(self.memory_error) > 0.05
 
@@ -420,8 +450,9 @@ def choice_losses(rows: list[Comparison]) -> dict[str, tuple[str, str, float]]:
 
 def page(rows: list[Comparison]) -> str:
     """Write the page, but for what others published."""
-    held = [row for row in rows if row.is_held_out]
-    plain = [row for row in rows if not row.is_far]
+    compared = [row for row in rows if not row.is_replaced]
+    held = [row for row in compared if row.is_held_out]
+    plain = [row for row in compared if not row.is_far]
     lines = [
         "# How well the planner predicts",
         "",
@@ -433,14 +464,15 @@ def page(rows: list[Comparison]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for title, chosen in (
-        ("all", rows),
+        ("all but the rows of replaced code", compared),
         ("without the outliers below", plain),
         ("held out: no constant was set from their files", held),
+        ("all, with the rows of replaced code", rows),
     ):
         time, memory = errors(chosen, "time"), errors(chosen, "memory")
         numbers = " | ".join(f"{100 * e:.1f} %" for e in (*time, *memory))
         lines.append(f"| {title} | {len(chosen)} | {numbers} |")
-    bias = statistics.mean(row.time_error for row in rows)
+    bias = statistics.mean(row.time_error for row in compared)
     held_bias = statistics.mean(row.time_error for row in held)
     lines += [
         "",
@@ -454,15 +486,9 @@ def page(rows: list[Comparison]) -> str:
     for title, (chosen_name, best, loss) in choice_losses(rows).items():
         lines.append(f"| {title} | `{chosen_name}` | `{best}` | {100 * loss:.1f} % |")
     lines += ["", _CHOICES]
-    lines += ["", "## Outliers", "", _OUTLIERS, ""]
-    lines += [
-        "| run | time | with the cause | memory | with the cause | why |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in filter(lambda row: row.is_far, rows):
-        pairs = (row.time_error, row.time_left), (row.memory_error, row.memory_left)
-        numbers = " | ".join(f"{100 * error:+.1f} %" for pair in pairs for error in pair)
-        lines.append(f"| `{row.name}` | {numbers} | {row.cause.why} |")
+    lines += ["", "## Outliers", "", _OUTLIERS, "", *_cause_lines(r for r in rows if r.is_far)]
+    lines += ["", "## Rows of replaced code", "", _REPLACED, ""]
+    lines += _cause_lines(row for row in rows if row.is_replaced)
     profiled = [row for row in rows if abs(row.time_error) > 0.04 and row.measured_split_ms]
     lines += ["", _SPLITS, "", *_split_lines(profiled)]
     lines += ["", "## Every row", ""]
@@ -479,6 +505,17 @@ def page(rows: list[Comparison]) -> str:
             f"{row.predicted_gib:.2f} | {100 * row.memory_error:+.1f} % |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _cause_lines(rows: Iterable[Comparison]) -> Iterator[str]:
+    """Write the errors of rows without and with their causes."""
+    yield "| run | time | with the cause | memory | with the cause | why |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        pairs = (row.time_error, row.time_left), (row.memory_error, row.memory_left)
+        numbers = " | ".join(f"{100 * error:+.1f} %" for pair in pairs for error in pair)
+        commit = f" (replaced by {row.cause.replaced})" * bool(row.cause.replaced)
+        yield f"| `{row.name}` | {numbers} | {row.cause.why}{commit} |"
 
 
 def published() -> list[str]:

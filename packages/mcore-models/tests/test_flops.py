@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.flops import (
+    _passes_held,
     flops_per_token,
     model_flops,
     num_active_parameters,
@@ -28,6 +29,8 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.schedule import build_schedule
+from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
@@ -273,16 +276,36 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     # 2 x 3 + 4 + 1 halves; with fewer micro-batches in a step, these. What passes within a
     # layer is there once.
     chunks = PipelineConfig(num_virtual_stages_per_pipeline_rank=2)
+    two = on(num_microbatches=2).activations
+    each = (plain.activations - two) / 2
+    fuller = on(pipeline=chunks).activations
+    assert fuller == pytest.approx(two + 3.5 * each, rel=1e-6)
+    # With one micro-batch every rank keeps as much, and the last rank has the logits too, which
+    # are wider than the gradient within a layer.
     one = on(num_microbatches=1).activations
-    each = (plain.activations - one) / 3
-    held = {5.5: on(pipeline=chunks), 2.0: on(num_microbatches=2)}
-    for factor, found in held.items():
-        assert found.activations == pytest.approx(one + (factor - 1) * each, rel=1e-6)
+    logits, passing = 2 * 4096 * model.vocab_size, 2 * 4096 * 2 * 14336
+    assert one == pytest.approx(two - each + logits - passing, rel=1e-6)
     # In a V the first rank has the loss too, whose logits come on top.
     both = on(pipeline=PipelineConfig(pipeline_schedule="zb-v"))
     half = on(pipeline=PipelineConfig(pipeline_schedule="dualpipev"))
     assert both.weights > plain.weights
     assert half.activations - both.activations == pytest.approx(each / 2, rel=1e-6)
+
+
+def test_every_rank_keeps_the_micro_batches_of_its_schedule():
+    kinds = ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 1)
+    for name, vpp in kinds:
+        pipeline = PipelineConfig(
+            pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=vpp
+        )
+        found = simulate(
+            build_schedule(pipeline, 4, 16),
+            num_microbatches=16,
+            num_chunks=pipeline.num_chunks,
+            v_shaped=pipeline.v_shaped,
+        )
+        held = [num / pipeline.num_chunks for num in found.peak_activations]
+        assert [_passes_held(rank, 4, pipeline, 16, 8) for rank in range(4)] == held
 
 
 def test_a_13b_trains_on_one_gpu_of_80_gb_by_recompute_and_offload_alone():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,13 @@ from e2e.launched import run_as_torchrun_does
 from warm_ranks import run_ranks
 
 from mcore_models.families import GPT_FAMILY
+from mcore_models.flops import local_elements, rank_elements, rank_stages
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Tables, assemble
 from mcore_train.cli import main
 from mcore_train.options.parsing import parse
+from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.planning.command import run_plan
 from mcore_train.planning.dry_run import dry_run
 from mcore_train.planning.expert_wgrads import choose_expert_wgrads, with_number
@@ -306,6 +309,21 @@ def test_what_cannot_be_planned_is_refused(flags: str, message: str):
         text_of(f"--model llama-3-8b --gpus 8 --micro-batch-size 1 --top 1 {flags}")
 
 
+def test_one_host_is_planned_within_five_seconds_of_one_core():
+    flags = "--model llama-3-8b --gpus 8 --gpu h200 --seq-length 8192 --top 5"
+    began_s = time.process_time()
+    run_plan(flags.split())
+    assert time.process_time() - began_s < 5
+
+
+@pytest.mark.slow  # 20 s of one core
+def test_a_thousand_ranks_are_planned_within_sixty_seconds_of_one_core():
+    flags = "--model qwen3-235b-a22b --gpus 1024 --gpu h100 --seq-length 4096"
+    began_s = time.process_time()
+    run_plan(flags.split())
+    assert time.process_time() - began_s < 60
+
+
 def test_the_documents_table_is_checked_and_bettered():
     text = text_of("--reproduce-table")
     rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
@@ -333,6 +351,27 @@ def test_a_dry_run_has_the_groups_and_bytes_of_every_rank():
     planned = float(re.search(r"planned [\d.]+ \(([+-][\d.]+)%\)", text)[1])
     assert abs(planned) < 1.0
     assert "10 steps of 64 sequences of 128 tokens" in text
+
+
+def test_the_planner_counts_the_layers_and_tables_of_each_stage():
+    # The second rank keeps the activations of the most layers; in the other run the third has
+    # the most weights, with a copy of the embedding for the layer m. Either needs most memory.
+    uneven = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    further = "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|ttt|ttm|L"
+    for flags, fullest in ((uneven, 1), (further, 2)):
+        config = config_of(
+            "--seq-length 128 --global-batch-size 8 --pipeline-model-parallel-size 4 "
+            f"--num-layers 6 --pipeline-schedule 1f1b {flags}",
+            "tiny",
+        )
+        text = dry_run(config, GPT_FAMILY, 4)
+        assert abs(float(re.search(r"planned [\d.]+ \(([+-][\d.]+)%\)", text)[1])) < 0.05
+        vocab_size = config.tokenizer.vocab_size
+        shapes = GPT_FAMILY.tensor_shapes(config.model, vocab_size, config.experts)
+        parts = config.model, config.experts, config.parallelism, config.pipeline
+        counts = rank_elements(config.model, shapes, rank_stages(*parts))[fullest]
+        memory = estimate_memory(config, GPT_FAMILY, 4, vocab_size, 8)
+        assert memory.weights == 2 * local_elements(counts, config.parallelism)
 
 
 def test_a_dry_run_refuses_what_a_run_would():

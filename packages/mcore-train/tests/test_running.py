@@ -22,6 +22,7 @@ from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.options.parsing import parse
 from mcore_train.precision import check_device_format, with_device_precision
+from mcore_train.reporting.header import StartClock, build_header
 from mcore_train.reporting.log import read_metrics
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world
@@ -200,6 +201,11 @@ def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
     assert "steps: 5 to 20 of 2 x 8 tokens, 256 tokens to read" in capfd.readouterr().out
     attempts = [r for r in read_metrics(save / "metrics.jsonl") if r["kind"] == "run"]
     assert [(r["attempt"], r["continues_from"]) for r in attempts] == [(1, 0), (2, 4)]
+    ramp = [*words[1:], "--global-batch-size=4", "--rampup-batch-size", "2", "2", "8"]
+    ramp = [word for word in ramp if not word.startswith("--train-iters")]
+    ramp.append("--train-samples=76")  # 4 steps of 2, then 17 of 4
+    grown = assemble(resolve(parse(ramp), 1), ParallelContext.single())
+    assert "steps: 1 to 21 of 2 to 4 x 8 tokens" in str(build_header(grown, StartClock()))
 
 
 def seen(run):

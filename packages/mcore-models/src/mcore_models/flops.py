@@ -5,9 +5,11 @@ forward), the causal half of attention, nothing for recomputation, embedding loo
 the router. MFU is tokens per second times ``flops_per_token`` divided by the GPU's peak.
 """
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
@@ -47,6 +49,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
 from mcore_parallel.precision.config import Fp8Config
 
 ShapesOf = Callable[..., Mapping[str, tuple[int, ...]]]
@@ -60,7 +63,9 @@ _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _NO_FP8 = Fp8Config()
+_FIRST = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_projections.")
 _DELTA_CHUNK = 64  # ``kernels.delta.CHUNK``; that module needs torch
+_LAYER = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.\d+\.")
 
 
 def num_parameters(
@@ -202,9 +207,9 @@ def rank_bytes(
 ) -> RankBytes:
     """Estimate the training memory of the rank that needs most.
 
-    The estimate is for the first pipeline stage, which keeps the most micro-batches, with the
-    embedding and the largest number of layers of a stage. Measured peaks on GPUs
-    (``benchmarks/results``) are 1 % to 6 % higher because of temporary buffers.
+    Two pipeline ranks are estimated, with the layers and tables of their stages: the rank with
+    the most weights, and the rank that keeps the activations of the most layers. Measured peaks
+    on GPUs (``benchmarks/results``) are 1 % to 6 % higher because of temporary buffers.
 
     Args:
         config: of the model.
@@ -226,89 +231,205 @@ def rank_bytes(
         decoder_seq_length: tokens of a T5's decoder; 0: as many as in the encoder.
         widened_bytes: bytes of a layer's dequantized weights while the layer computes.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
+
+    Raises:
+        ValueError: if the layers cannot be split over the pipeline ranks.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     expert_ranks = expert_tp * parallel.expert_model_parallel_size
     shapes = shapes_of(config, vocab_size, moe)
-    counts = count_elements(shapes)
-    experts = counts["experts"] // pp // expert_ranks
-    has_both_ends = pp == 1 or pipeline.v_shaped
-    ends = (sum if has_both_ends else max)([counts["embedding"], counts["head"]])
-    ends, layers = ends // tp, counts["layers"] // pp // tp
-    dense = ends + layers
+    matrices = optimizer.matrices(shapes)
+    stages = rank_stages(config, moe, parallel, pipeline)
+    elements = rank_elements(config, shapes, stages)
+    in_matrices = rank_elements(config, matrices, stages)
+    num_layers = [
+        sum(len(s.layers) + s.has_mtp * config.mtp_num_layers for s in own) for own in stages
+    ]
+    passes = [
+        _passes_held(rank, pp, pipeline, num_microbatches, max(1, num))
+        for rank, num in enumerate(num_layers)
+    ]
     dense_ranks, data_ranks = 1, 1
     if data_parallel.sharding != "no_shard":
         instances = parallel.num_distributed_optimizer_instances
         dense_ranks = world_size // (tp * pp) // instances
         data_ranks = world_size // (expert_ranks * pp) // instances
     gradient_bytes = weight_bytes if data_parallel.has_narrow_grads else 4
-    weights, gradients = dense + experts, dense + experts
-    # Weights whose optimizer state is on this rank.
-    own = dense // dense_ranks + experts // data_ranks
     casts, change = fp8_bytes(fp8, config, shapes, parallel, moe, weight_bytes)
     tokens = seq_length * micro_batch_size // parallel.context_parallel_size
-    kept = _kept_elements(
-        config,
-        parallel,
-        tokens,
-        moe,
-        recomputing,
-        has_both_ends,
-        change / weight_bytes,
-        decoder_seq_length / seq_length or 1.0,
-    )
     waiting, copied = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
     # The head computes one chunk of logits at a time, if this rank has the loss.
     logits = float(min(tokens, 4096))
     if isinstance(config, (BertConfig, T5Config)):  # all logits, twice in float32 too
         scored_length = decoder_seq_length or seq_length
         logits = tokens * scored_length / seq_length * (weight_bytes + 8) / weight_bytes
-    # Temporary tensors, of which only the larger is live at the peak: logits or copies, and
-    # the widest gradient within a layer.
-    brief = weight_bytes * max(copied, int(has_both_ends * logits * vocab_size // tp))
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     passing = max(passing, weight_bytes * _expert_rows_elements(config, parallel, moe, tokens))
     passing += widened_bytes
-    own_bytes = 0
-    if data_parallel.is_fully_sharded:
-        # Gathered weights: embedding and head, and all layers or the layer in use and the next
-        # one. float32 rows are main weights, which are counted as state.
-        layer = (layers + experts) // max(1, -(-config.num_layers // pp))
-        is_whole = data_parallel.sharding == "optim_grads"
-        weights = ends + (layers + experts if is_whole else 2 * layer)
-        casts, gradient_bytes = 0, 4  # casts are not kept
-        if data_parallel.main_grads_dtype == "bf16":
-            gradient_bytes, weights = 2, weights + own
-        whole = (brief, counts["head"] // tp), (passing, layer)
-        passing, gradients = fuller(*whole, gradient_bytes)
-        own_bytes, brief = gradient_bytes * own, 0
-    stage_layers = max(1, -(-config.num_layers // pp))
-    passes = _passes_held(pp, pipeline, num_microbatches, stage_layers)
-    # The layer in use and the layer being copied stay on the GPU.
-    offloaded_share = max(0, offload.cpu_offloading_num_layers - 1) / stage_layers
-    offloaded = int(offloaded_share * kept * passes) if offload.cpu_offloading else 0
-    matrices = optimizer.matrices(shapes)
-    in_matrices = count_elements(matrices)
-    own_in_matrices = in_matrices["layers"] // pp // tp // dense_ranks
-    own_in_matrices += in_matrices["experts"] // pp // expert_ranks // data_ranks
-    state, offloaded_state = optimizer_bytes(
-        own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
-    )
     # State by matrix: the ranks of a stage divide the stage's matrices among them, each matrix
     # complete on one rank, also if weights are sharded.
-    whole = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
-    state += max(sum(whole) // world_size, max(whole, default=0))
-    on_disk = bool(offload.optimizer_offload_dir)
-    return RankBytes(
-        weights=weight_bytes * weights + casts // pp,
-        gradients=own_bytes + gradient_bytes * gradients,
-        optimizer=state,
-        activations=weight_bytes * (int(kept * passes) - offloaded + waiting)
-        + max(brief, passing),
-        host=(not on_disk) * offloaded_state + weight_bytes * offloaded,
-        disk=on_disk * offloaded_state,
+    by_matrix = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
+    by_matrix_bytes = max(sum(by_matrix) // world_size, max(by_matrix, default=0))
+
+    def of_rank(rank: int) -> RankBytes:
+        counts = elements[rank]
+        has_loss = any(stage.has_loss for stage in stages[rank])
+        experts = counts["experts"] // expert_ranks
+        ends, layers = (counts["embedding"] + counts["head"]) // tp, counts["layers"] // tp
+        dense = ends + layers
+        weights, gradients = dense + experts, dense + experts
+        # Weights whose optimizer state is on this rank.
+        own = dense // dense_ranks + experts // data_ranks
+        kept = _kept_elements(
+            config,
+            parallel,
+            tokens,
+            moe,
+            recomputing,
+            num_layers[rank],
+            has_loss,
+            change / weight_bytes,
+            decoder_seq_length / seq_length or 1.0,
+        )
+        # Temporary tensors, of which only the larger is live at the peak: logits or copies, and
+        # the widest gradient within a layer.
+        brief = weight_bytes * max(copied, int(has_loss * logits * vocab_size // tp))
+        live, own_bytes, kept_casts, bytes_each = passing, 0, casts // pp, gradient_bytes
+        stage_layers = max(1, num_layers[rank])
+        if data_parallel.is_fully_sharded:
+            # Gathered weights: embedding and head, and all layers or the layer in use and the
+            # next one. float32 rows are main weights, which are counted as state.
+            layer = (layers + experts) // stage_layers
+            is_whole = data_parallel.sharding == "optim_grads"
+            weights = ends + (layers + experts if is_whole else 2 * layer)
+            kept_casts, bytes_each = 0, 4  # casts are not kept
+            if data_parallel.main_grads_dtype == "bf16":
+                bytes_each, weights = 2, weights + own
+            whole = (brief, counts["head"] // tp), (passing, layer)
+            live, gradients = fuller(*whole, bytes_each)
+            own_bytes, brief = bytes_each * own, 0
+        # The layer in use and the layer being copied stay on the GPU.
+        offloaded_share = max(0, offload.cpu_offloading_num_layers - 1) / stage_layers
+        offloaded = int(offloaded_share * kept * passes[rank]) if offload.cpu_offloading else 0
+        own_in_matrices = in_matrices[rank]["layers"] // tp // dense_ranks
+        own_in_matrices += in_matrices[rank]["experts"] // expert_ranks // data_ranks
+        state, offloaded_state = optimizer_bytes(
+            own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
+        )
+        on_disk = bool(offload.optimizer_offload_dir)
+        return RankBytes(
+            weights=weight_bytes * weights + kept_casts,
+            gradients=own_bytes + bytes_each * gradients,
+            optimizer=state + by_matrix_bytes,
+            activations=weight_bytes * (int(kept * passes[rank]) - offloaded + waiting)
+            + max(brief, live),
+            host=(not on_disk) * offloaded_state + weight_bytes * offloaded,
+            disk=on_disk * offloaded_state,
+        )
+
+    # Ties go to the first rank.
+    sizes = [local_elements(counts, parallel) for counts in elements]
+    held = [num * each for num, each in zip(num_layers, passes, strict=True)]
+    candidates = sizes.index(max(sizes)), held.index(max(held))
+    return max(map(of_rank, candidates), key=lambda each: each.total)
+
+
+def rank_stages(
+    config: TransformerConfig,
+    moe: MoEConfig,
+    parallel: ParallelConfig,
+    pipeline: PipelineConfig,
+) -> tuple[tuple[Stage, ...], ...]:
+    """Return the pipeline stages of each pipeline rank."""
+    pp = parallel.pipeline_model_parallel_size
+    return _rank_stages(pipeline, len(stack_mixers(config, moe)), pp)
+
+
+@lru_cache(maxsize=64)
+def _rank_stages(
+    pipeline: PipelineConfig, num_layers: int, pp: int
+) -> tuple[tuple[Stage, ...], ...]:
+    stages = build_stages(pipeline, num_layers, pp)
+    return tuple(tuple(stages_of_rank(stages, rank)) for rank in range(pp))
+
+
+def rank_elements(
+    config: TransformerConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    stages: tuple[tuple[Stage, ...], ...],
+) -> tuple[Counter[str], ...]:
+    """Count the elements that each pipeline rank holds, by the kinds of ``count_elements``.
+
+    A tied head and layers of multi-token prediction have a copy of the embedding on their rank.
+
+    Args:
+        config: of the model.
+        shapes: of the logical tensors, or their sums by ``sum_by_layer``.
+        stages: of each pipeline rank.
+    """
+    num_encoder_layers = encoder_layers(config) if isinstance(config, T5Config) else 0
+    is_tied = not config.untie_embeddings_and_output_weights
+    return _rank_elements(
+        tuple(shapes.items()), stages, num_encoder_layers, is_tied, config.mtp_num_layers
     )
+
+
+@lru_cache(maxsize=64)
+def _rank_elements(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    stages: tuple[tuple[Stage, ...], ...],
+    num_encoder_layers: int,
+    is_tied: bool,
+    num_mtp_layers: int,
+) -> tuple[Counter[str], ...]:
+    places: defaultdict[int | str, Counter[str]] = defaultdict(Counter)
+    for name, shape in shapes:
+        if match := _LAYER.match(name):
+            first = num_encoder_layers * (match[1] == "decoder")
+            place = first + int(match[2]) if match[2] else "mtp"
+        else:
+            is_first = "embedding" in name.partition(".")[0] or name.startswith(_FIRST)
+            place = "embedding" if is_first else "loss"
+        places[place][_element_kind(name)] += prod(shape)
+    table = prod(dict(shapes).get("embedding.weight", (0,)))
+    ranks = []
+    for own in stages:
+        counts: Counter[str] = Counter()
+        for stage in own:
+            for layer in stage.layers:
+                counts.update(places[layer])
+        has_loss = any(stage.has_loss for stage in own)
+        has_mtp = num_mtp_layers > 0 and any(stage.has_mtp for stage in own)
+        if any(stage.has_embedding for stage in own):
+            counts.update(places["embedding"])
+        elif (has_loss and is_tied) or has_mtp:
+            counts["embedding"] += table
+        if has_loss:
+            counts.update(places["loss"])
+        if has_mtp:
+            counts.update(places["mtp"])
+        ranks.append(counts)
+    return tuple(ranks)
+
+
+def local_elements(counts: Mapping[str, int], parallel: ParallelConfig) -> int:
+    """Return the elements of a pipeline rank that one tensor and expert rank holds."""
+    tp = parallel.tensor_model_parallel_size
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    experts = counts["experts"] // (expert_tp * parallel.expert_model_parallel_size)
+    return (sum(counts.values()) - counts["experts"]) // tp + experts
+
+
+def sum_by_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Sum the elements of each layer, of its experts, and of each tensor outside of layers."""
+    totals: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        match = _LAYER.match(name)
+        place = match[0] if match else f"{name.partition('.')[0]}."
+        experts = "moe.experts.0." if ".experts." in name else ""
+        totals[f"{place}{experts}weight"] += prod(shape)
+    return {name: (total,) for name, total in totals.items()}
 
 
 def _passing_bytes(
@@ -338,9 +459,9 @@ def _expert_rows_elements(
 
 
 def _passes_held(
-    pp: int, pipeline: PipelineConfig, num_microbatches: int, num_layers: int
+    rank: int, pp: int, pipeline: PipelineConfig, num_microbatches: int, num_layers: int
 ) -> float:
-    """Return the largest number of micro-batches whose activations the first rank holds.
+    """Return the largest number of micro-batches whose activations a pipeline rank holds.
 
     Equal to the simulator's ``simulate(...).peak_activations`` (in chunks), except for paired
     passes, whose forward stores a layer while their backward frees one.
@@ -352,7 +473,9 @@ def _passes_held(
     elif vpp > 1 or pipeline.overlap_moe_expert_parallel_comm:
         group = pipeline.microbatch_group_size_per_virtual_pipeline_stage or pp
         running = 1 + pipeline.overlap_moe_expert_parallel_comm * vpp / num_layers
-        held = (2 * (pp - 1) + (vpp - 1) * group + running) / vpp
+        held = (2 * (pp - 1 - rank) + (vpp - 1) * group + running) / vpp
+    elif not pipeline.splits_backward:
+        held -= rank
     return min(held, float(num_microbatches or held))
 
 
@@ -369,33 +492,37 @@ def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     """Count elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
-        kind = "experts" if ".experts." in name else "layers"
-        ends = ("embedding", "position_embedding", "per_layer_embedding", "head")
-        if name.partition(".")[0] in ends:
-            kind = "head" if name.startswith("head") else "embedding"
-        counts[kind] += prod(shape)
+        counts[_element_kind(name)] += prod(shape)
     return counts
+
+
+def _element_kind(name: str) -> str:
+    if name.startswith(_FIRST):
+        return "embedding"
+    if name.startswith("head."):
+        return "head"
+    return "experts" if ".experts." in name else "layers"
 
 
 def _kept_elements(
     config: TransformerConfig, parallel: ParallelConfig, tokens: int, moe: MoEConfig,
-    recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float, decoder_share: float,
+    recomputing: RecomputeConfig, layers: int, has_loss: bool, fp8_change: float,
+    decoder_share: float,
 ) -> int:  # fmt: skip
-    """Count the elements of a micro-batch that the first rank stores for backward.
+    """Count the elements of a micro-batch that a pipeline rank stores for backward.
 
     Counted are the tensors that our layers save, as in Korthikanti et al. 2022,
     arXiv:2205.05198, with fused attention (no scores) and fused activations (no intermediate).
 
-    ``has_both_ends``: the rank also has the last stage. ``fp8_change``: elements of a token
-    that fp8 adds in all layers, below 0 if fp8 saves. ``decoder_share``: tokens of a T5's
-    decoder divided by the encoder's tokens.
+    ``layers``: of the rank. ``has_loss``: the rank has the last stage. ``fp8_change``: elements
+    of a token that fp8 adds in all layers, below 0 if fp8 saves. ``decoder_share``: tokens of a
+    T5's decoder divided by the encoder's tokens.
     """
-    D = config.hidden_size
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    D, tp = config.hidden_size, parallel.tensor_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     widths = kept_widths(config, moe)
     mixers = stack_mixers(config, moe)
-    if has_both_ends:  # else the last stage holds them
+    if has_loss:
         mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     widths["moe"] += exchange_elements(config, parallel, moe)
@@ -416,14 +543,14 @@ def _kept_elements(
         inner -= (1 - decoder_share) * of_decoder
     inner += names.count("mla") * 2 * latent // stream
     layer = int(tokens * (inner + fp8_change) / len(mixers))
-    layers = -(-len(mixers) // pp)
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
         count = recomputing.recompute_num_layers
+        saved = max(1, config.altup_num_inputs) * tokens * D // stream
         if recomputing.recompute_method == "block":
-            kept = min(count, layers) * tokens * D // stream + max(0, layers - count) * layer
+            kept = min(count, layers) * saved + max(0, layers - count) * layer
         else:
-            kept = -(-layers // count) * tokens * D // stream + count * layer
+            kept = -(-layers // count) * saved + count * layer
     return kept
 
 
@@ -460,6 +587,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
+    streams = 3 * config.altup_num_inputs + 6 if config.altup_num_inputs else 0
     # Attention with a padding mask copies its inputs.
     copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
@@ -484,5 +612,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         # Queries, keys, values and gate, the first three also before SiLU, the state's output,
         # and the normed output, which is float32 before it is rounded.
         "lightning": 11 * N * head_dim(config),
-        "layer_input": 3 * config.per_layer_embedding_size,
+        # With AltUp also streams before and after prediction and correction, outcome, error,
+        # input of the gate, and norms of router and LAuReL.
+        "layer_input": 3 * config.per_layer_embedding_size + streams * config.hidden_size,
     }

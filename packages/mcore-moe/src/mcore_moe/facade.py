@@ -81,6 +81,8 @@ class MixtureOfExperts(nn.Module):
         self.aux_loss: Tensor = torch.zeros((), device=device)
         self._axes = axes
         self._num_passes = 0
+        # After the router's pass its weight is gathered, whatever shards or overlaps gathers.
+        self.moe.router.register_forward_hook(self._compare_routers)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Return the experts' output in the shape of x; set ``aux_loss``.
@@ -91,19 +93,20 @@ class MixtureOfExperts(nn.Module):
         Raises:
             ValueError: on all these ranks, if their routers have drifted apart.
         """
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._compare_routers(x.is_cuda)
         y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
         return y.view(x.shape)
 
-    def _compare_routers(self, is_cuda: bool) -> None:
+    def _compare_routers(self, router: nn.Module, *_: Any) -> None:
+        is_training = router.training and torch.is_grad_enabled()
+        if not is_training or torch.compiler.is_compiling():
+            return
         self._num_passes += 1
         weight = self.moe.router.weight.detach()
         is_due = self._num_passes & (self._num_passes - 1) == 0
         # A sharded weight has no replicas, and a graph's capture cannot wait for the host.
         if not is_due or is_dtensor(weight) or weight.is_meta:
             return
-        if is_cuda and torch.cuda.is_current_stream_capturing():
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         for axis in (self._axes.cp_tp, self._axes.ep):
             if axis.size == 1:

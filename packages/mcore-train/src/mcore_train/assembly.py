@@ -31,7 +31,8 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
-from mcore_parallel.data_parallel.gradient_noise import GradientNoise
+from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
+from mcore_parallel.data_parallel.gradient_noise import GradientNoise, ShardedGradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.meta_matrices import give_memory
 from mcore_parallel.kernels import symmetric_gemm
@@ -165,9 +166,9 @@ class Run:
     recent: RecentSteps | None = None
     """Losses and gradient norms of recent steps, by which spikes are detected; None if the run
     does not look for spikes."""
-    noise: GradientNoise | None = None
-    """Measures the noise of a step's gradient; None if weights are fully sharded or layers are
-    CUDA graphs."""
+    noise: GradientNoise | ShardedGradientNoise | None = None
+    """Measures the noise of a step's gradient; None if layers are CUDA graphs, or if fully
+    sharded gradients are summed over several optimizer instances."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -304,8 +305,13 @@ def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentStep
     return RecentSteps(config.spikes, device) if needs_recent_steps else None
 
 
-def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
-    return GradientNoise(data_parallel) if isinstance(data_parallel, DataParallel) else None
+def _build_noise(data_parallel: GradientSync) -> GradientNoise | ShardedGradientNoise | None:
+    if isinstance(data_parallel, DataParallel):
+        return GradientNoise(data_parallel)
+    assert isinstance(data_parallel, FullyShardedDataParallel)
+    # Instances sum their gradients once a step: no rank has the sum of one micro-batch.
+    has_sums = data_parallel.ctx.optimizer_replica.size == 1
+    return ShardedGradientNoise(data_parallel) if has_sums else None
 
 
 def _with_expert_wgrads(plan: Plan, ctx: ParallelContext) -> Plan:

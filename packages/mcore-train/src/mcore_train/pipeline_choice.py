@@ -13,7 +13,8 @@ from mcore_base.options import find_faults
 from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
-from mcore_models.flops import RankBytes, count_elements
+from mcore_models.flops import RankBytes, sum_by_layer
+from mcore_models.logical_tensors import payload_width
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.peft.memory import Shapes, run_bytes
 from mcore_moe.config import MoEConfig
@@ -97,7 +98,7 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     unit = tokens / tp / FLOPS
     kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     layer = (gemm + core, gemm + 2.5 * core, gemm)
-    width = 2 * model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    width = 2 * payload_width(model) / (tp if parallel.sequence_parallel else 1)
     return Costs(
         layer={kind: unit * cost / layers for kind, cost in zip(kinds, layer, strict=True)},
         # Head and loss compute input and weight gradients in one backward.
@@ -142,7 +143,7 @@ def optimizer_choice(config: TrainConfig) -> OptimizerChoice:
 
 
 def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
-    """Return shapes of the logical tensors, summed by kind unless single tensors matter."""
+    """Return shapes of the logical tensors, summed by layer unless single tensors matter."""
     model, experts = config.model, without_exchange(config.experts)
     has_matrices = config.optimizer.optimizer in MATRIX_OPTIMIZERS
     if config.peft.peft != "none" or config.fp8.fp8_format or has_matrices:
@@ -171,14 +172,7 @@ def _all_shapes(
 def _summed_shapes(
     family: Family, model: TransformerConfig, vocab_size: int, experts: MoEConfig
 ) -> Shapes:
-    counts = count_elements(_all_shapes(family, model, vocab_size, experts))
-    names = {
-        "embedding": "embedding.weight",
-        "head": "head.weight",
-        "experts": "blocks.0.moe.experts.0.weight",
-        "layers": "blocks.0.weight",
-    }
-    return {name: (counts[kind],) for kind, name in names.items() if counts[kind]}
+    return sum_by_layer(_all_shapes(family, model, vocab_size, experts))
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:

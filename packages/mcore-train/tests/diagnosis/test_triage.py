@@ -348,6 +348,23 @@ def test_an_error_after_which_the_run_goes_on_is_no_cause(tmp_path):
     assert triage(tmp_path).fault == "host_memory"
 
 
+def test_a_log_with_nuls_is_read_and_a_core_dump_is_not(tmp_path):
+    # torch writes the NUL of this message, and NFS fills the hole of a truncated log with NULs.
+    bus = "ERROR: Unexpected bus error encountered in worker. This might be caused by"
+    text = "\0" * 600 + f"step 3\n{bus} insufficient shared memory (shm).\n\0"
+    (tmp_path / "rank_1.log").write_text(text)
+    (tmp_path / "core.rank_0").write_bytes(bytes(range(256)) * 40 + b"MemoryError\n")
+    verdict = triage(tmp_path)
+    assert (verdict.fault, verdict.root_ranks, verdict.num_logs) == ("host_memory", (1,), 1)
+
+
+def test_run_folders_and_ranks_are_no_part_of_a_host(tmp_path):
+    run = {f"none_8k2vxq1{n}/attempt_0/{n}/stderr.log": "KeyError: 3\n" for n in (4, 7)}
+    assert triage(write(run, tmp_path / "torchrun")).hosts == ()
+    single = {"gpu-009_rank73.log": "KeyError: 3\n"}
+    assert triage(write(single, tmp_path / "single")).hosts == ("gpu-009",)
+
+
 def test_only_the_last_attempt_of_torchrun_counts(tmp_path):
     files = {
         "attempt_0/1/stderr.log": "MemoryError\n",
@@ -515,6 +532,10 @@ MESSAGES = {
     "RuntimeError: CUDA error: an illegal instruction was encountered": "crash",
     "OSError: [Errno 116] Stale file handle": "storage_io",
     "OSError: [Errno 122] Disk quota exceeded: '/shared/run'": "storage_full",
+    "mcore-train: error: /d/c.3 is missing, and the manifest names it": "missing_path",
+    "CorruptDatasetError: /d/c.bin is missing, and c.json lists it with 9 b": "missing_path",
+    "CorruptDatasetError: /d/c.bin has 7 bytes, and c.json lists it with 20 bytes": "data",
+    "mcore-train: error: /c/rank_0 is missing, but the index lists it.": "checkpoint",
     "safetensors_rust.SafetensorError: Error while deserializing header": "checkpoint",
     "zlib.error: Error -3 while decompressing data": None,
     "UserWarning: the error of the estimate is large": None,

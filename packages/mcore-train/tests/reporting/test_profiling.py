@@ -29,6 +29,7 @@ def check_trace_events(events):
     Complete events of one thread must nest: a viewer has no place for two that overlap.
     """
     slices = defaultdict(list)
+    flows = {"s": set(), "f": set()}
     for event in events:
         assert {"ph", "name", "pid"} <= set(event), event
         if event["ph"] == "M":
@@ -37,11 +38,16 @@ def check_trace_events(events):
             continue
         assert event["ph"] in set("XistfbenC"), event
         assert event["ts"] >= 0
-        assert "tid" in event
+        assert isinstance(event["tid"], int | str)
+        assert isinstance(event["pid"], int | str)
         if event["ph"] == "X":
+            assert event["dur"] >= 0
             slices[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
         if event["ph"] in "stf":
             assert "id" in event
+        if event["ph"] in flows:
+            flows[event["ph"]].add((event["cat"], event["id"]))
+    assert flows["f"] <= flows["s"]  # an arrow that ends has begun
     for thread in slices.values():
         ends = []
         for begin, negative_length in sorted(thread):
@@ -58,7 +64,10 @@ def test_a_profile_has_the_steps_and_their_phases(tmp_path):
     run_command("mcore_train", *TRAIN.split(), *options.split())
     file = save / "profiles" / "rank0.json.gz"
     with gzip.open(file, "rt") as stream:
-        events = json.load(stream)["traceEvents"]  # what Perfetto reads
+        # JSON has no NaN and no Infinity, which Python reads without a word.
+        document = json.load(stream, parse_constant=pytest.fail)
+    assert document.get("displayTimeUnit", "ms") in ("ms", "ns")
+    events = document["traceEvents"]  # what Perfetto reads
     check_trace_events(events)
     ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
     assert {"step 3", "step 4", "data", "compute", "F/0", "B/0", "optimizer"} <= set(ranges)

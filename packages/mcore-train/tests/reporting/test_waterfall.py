@@ -325,6 +325,19 @@ def test_the_noise_is_measured_over_micro_batches_and_over_ranks(tmp_path):
         options = {"micro_batch_size": 4, **changes}
         found = run_ranks(noise_in_world, 2, folder, options)[0]
         assert found == pytest.approx(by_microbatch, rel=0.5)
+    # Under fully_shard a part is a micro-batch of all data ranks: the same sequences as in a
+    # micro-batch of one rank that is as large.
+    (tmp_path / "noise.jsonl").unlink()
+    both = noise_rows(1, tmp_path, micro_batch_size=2)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        folder = tmp_path / strategy
+        folder.mkdir()
+        options = {
+            "data_parallel_sharding_strategy": strategy,
+            "use_distributed_optimizer": True,
+        }
+        found = run_ranks(noise_in_world, 2, folder, options)[0]
+        assert found == pytest.approx(both[-1], rel=1e-4)
     (tmp_path / "noise.jsonl").unlink()
     whole = noise_rows(1, tmp_path, micro_batch_size=8)
     assert all(noise is None for noise in whole)

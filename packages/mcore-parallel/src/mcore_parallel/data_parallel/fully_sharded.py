@@ -183,6 +183,11 @@ class FullyShardedDataParallel(GradientSync):
         module.set_force_sum_reduction_for_comms(True)
 
     @property
+    def sharded(self) -> Sequence["ShardedParameter"]:
+        """The parameters whose rows are divided over the data ranks."""
+        return self._sharded
+
+    @property
     def units(self) -> Sequence[OwnedUnit]:
         """A unit for each sharded parameter, and the buckets of the other parameters."""
         return self._units

@@ -28,6 +28,7 @@ from torch import Tensor
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.data_parallel.buckets import Bucket
 from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 from mcore_parallel.sharding import NamedParameter, held_share
 
 
@@ -128,6 +129,53 @@ class GradientNoise:
         fresh = [s for s in slots if not grad_slot(s.named.parameter).is_stale]
         if fresh:
             self._parts.append(_squares([(s.named, bucket.main_grad(s)) for s in fresh]))
+
+
+class ShardedGradientNoise:
+    """Computes the two norms of a step over the dense weights of ``fully_shard``.
+
+    Rows hold the sum over data ranks after the backward of each micro-batch, so a part is one
+    micro-batch of all data ranks. Not measured are experts, and gradients that ``finish`` sums
+    over further axes.
+    """
+
+    def __init__(self, data_parallel: FullyShardedDataParallel) -> None:
+        """Read the rows of an engine, whose data ranks must be one optimizer instance."""
+        self._device = data_parallel.ctx.device
+        self._rows: list[list[tuple[NamedParameter, Tensor]]] = []
+        for chunk in data_parallel.chunks:
+            held = {id(parameter) for parameter in chunk.parameters()}
+            units = [u for u in data_parallel.sharded if id(u.parameter) in held]
+            self._rows.append([(u.named, u.grads) for u in units if _is_complete(u.named)])
+        self._parts: list[Tensor] = []
+        self._num_microbatches = 0
+
+    def start(self, num_microbatches: int) -> Callable[[int], None] | None:
+        """Measure the next step, as ``GradientNoise.start``."""
+        self._parts, self._num_microbatches = [], num_microbatches
+        return self._after_first if num_microbatches > 1 else None
+
+    def end(self) -> None:
+        """Stop measuring; gradients are read by the callback of ``start`` only."""
+
+    def take(self) -> NoiseSquares | None:
+        """Return the squares of the last measured step; None if it had one micro-batch."""
+        if not self._parts:
+            return None
+        whole = torch.zeros((), device=self._device, dtype=torch.float64)
+        for rows in self._rows:
+            whole += _squares(rows)
+        return NoiseSquares(torch.stack(self._parts).sum(), whole, self._num_microbatches)
+
+    def _after_first(self, chunk: int) -> None:
+        self._parts.append(_squares(self._rows[chunk]).to(self._device))
+
+
+def _is_complete(named: NamedParameter) -> bool:
+    """Whether a dense gradient needs no sum but that over data ranks."""
+    layout = named.layout
+    partial_sizes = [part.partial.size for part in layout.parts]
+    return layout.data == "dense" and max([layout.tied.size, *partial_sizes]) == 1
 
 
 def _squares(gradients: Sequence[tuple[NamedParameter, Tensor]]) -> Float[Tensor, ""]:

@@ -51,11 +51,14 @@ _PREFIX = re.compile(
     r"^(?:\[[\w-]*?(?P<role>\d+)\]:|(?P<task>\d{1,5}): )?\s?(?:\[rank(?P<rank>\d+)\]:)?\s?"
 )
 _DIGITS = re.compile(rb"\d+")
+_CONTROL = re.compile(rb"[\x01-\x07\x0e-\x1a\x7f]")
 _PROGRESS = re.compile(rb"iteration +(\d+)/ *\d+")
 _RANK_OF_FILE = (
     re.compile(r"(?:^|[^a-z])(?:global_?)?(?:rank|task|proc)[-_.]?(\d+)(?!\d)"),
     re.compile(r"^(\d+)\.(?:out|err|log|txt)$"),
 )
+_RUN_FOLDER = re.compile(r".+_[a-z0-9_]{8}")  # torchrun's: the run's name, random letters
+_RANK_SUFFIX = re.compile(r"[-_.](?:rank|task)[-_]?\d+$")
 _HOST_OF_LINE = re.compile(
     r" ON (?P<slurm>[\w.-]+) CANCELLED|error: (?P<srun>[\w.-]+): task|"
     r"host +: (?P<torchrun>[\w.-]+)"
@@ -149,7 +152,7 @@ def _read_file(path: Path, folder: Path, ordinary: set[bytes]) -> LogFile | None
     if size == 0:
         return LogFile(path, _rank_of_path(path, folder), _host_of_path(path, folder))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if b"\0" in data[:1024] or data[:1] == b"\x80":  # binary, or a pickle
+        if not _is_text(data[:EDGE_BYTES]):
             return None
         # Prefixes of lines are global ranks; names of torchrun's folders are local ranks.
         rank = _rank_of_content(data)
@@ -165,6 +168,16 @@ def _read_file(path: Path, folder: Path, ordinary: set[bytes]) -> LogFile | None
         log.last_step = _last_step(data)
         _drop_recovered(log, data)
     return log
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether a file is a log by its first bytes, which are not those of a pickle.
+
+    Messages of C programs may end in a NUL, and a shared file system fills a hole in a log with
+    NULs.
+    """
+    rest = head.replace(b"\0", b"")
+    return head[:1] != b"\x80" and len(_CONTROL.findall(rest)) <= 0.02 * len(rest)
 
 
 def _last_step(data: mmap.mmap) -> int | None:
@@ -230,6 +243,7 @@ def _finding(
 ) -> Finding | None:
     """Return the failure that a line reports; None if it reports none."""
     line = data[start : min(end, start + LONGEST_LINE)].decode(errors="replace")
+    line = line.replace("\0", "")
     text, writer = _without_prefix(line, log)
     if text.startswith("mcore-train: error:"):
         text += _following_items(data, end)
@@ -381,8 +395,10 @@ def _rank_of_content(data: mmap.mmap) -> int | None:
 def _host_of_path(path: Path, folder: Path) -> str:
     """Return the host in the folder names or the file name; "" if no name looks like a host."""
     parts = path.relative_to(folder).parts if path != folder else (path.name,)
-    for part in parts:
-        stem = part.split(".")[0]
+    for part, inner in pairwise((*parts, "")):
+        if inner.startswith("attempt_") and _RUN_FOLDER.fullmatch(part):
+            continue
+        stem = _RANK_SUFFIX.sub("", part.split(".")[0])
         if re.fullmatch(
             r"(?:node|host|gpu|worker|n|ip)[-_]?[\w-]*\d+", stem
         ) and not re.fullmatch(r"(?:rank|task)[-_]?\d+", stem):

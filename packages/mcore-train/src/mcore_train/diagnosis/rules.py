@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
     _outside(
         "host out of memory",
         "host_memory",
-        r"task \d+: Out Of Memory|Detected \d+ oom[-_]kill event|oom-kill:constraint|"
+        r"task (?P<task>\d+): Out Of Memory|Detected \d+ oom[-_]kill event|oom-kill:constraint|"
         r"Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|"
         r"Some of (?:your processes|"
         r"the step tasks) (?:may )?have been (?:killed by the cgroup|OOM Killed)",
@@ -218,7 +218,13 @@ RULES: tuple[Rule, ...] = (
         "Set the same MASTER_ADDR and MASTER_PORT on all hosts, reachable from each "
         "(mcore-train doctor checks this), and start the same command on all hosts.",
     ),
-    # -- Reactions to another rank's failure.
+    # -- Reactions to another rank's failure, after the rank that they name.
+    _root(
+        "dead rank",
+        "killed",
+        r"rank (?P<rank>\d+) is gone: its process was ended",
+        "Check the last log lines of the named rank, and the kernel log of its host.",
+    ),
     _cascade(
         "collective timed out",
         "collective_timeout",
@@ -286,12 +292,6 @@ RULES: tuple[Rule, ...] = (
         "collective_timeout",
         r"rank (?P<rank>\d+) is gone: silent for",
         "Check the host of the silent rank, then the last log lines of this rank.",
-    ),
-    _root(
-        "dead rank",
-        "killed",
-        r"rank (?P<rank>\d+) is gone: its process was ended",
-        "Check the last log lines of the named rank, and the kernel log of its host.",
     ),
     _root(
         "absent rank",
@@ -367,6 +367,12 @@ RULES: tuple[Rule, ...] = (
     ),
     # -- Data.
     _root(
+        "missing data file",
+        "missing_path",
+        r"is missing, and .{0,200}\b(?:names|lists) it\b|\.(?:bin|idx) is missing",
+        "Copy all files of the dataset to a path that every host has.",
+    ),
+    _root(
         "data",
         "data",
         r"CorruptDatasetError|BadRecordError|Write the dataset again|[Tt]he index is damaged|"
@@ -386,7 +392,8 @@ RULES: tuple[Rule, ...] = (
     _root(
         "checkpoint",
         "checkpoint",
-        r"is damaged|was cut short|is not a (?:valid )?safetensors file|lists it\b|names it\b|"
+        r"is damaged|was cut short|is not a (?:valid )?safetensors file|"
+        r"is missing, but .{0,200}\blists it\b|"
         r"proof failed|file of torch\.save|\.safetensors\b|Error\(s\) in loading state_dict|"
         r"size mismatch for|Missing key\(s\) in state_dict|"
         r"Unexpected key\(s\) in|CheckpointError|CheckpointException|"

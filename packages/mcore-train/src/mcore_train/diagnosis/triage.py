@@ -33,6 +33,7 @@ _APART = ("network", "collective_timeout", "rendezvous")
 _WORK = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (\d+)")
 _SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _GROUP = re.compile(r"PG GUID (\w+)")
+_LOOPBACK = re.compile(r"\[(?:127\.\d+\.\d+\.\d+|::1)\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +171,14 @@ def _tier(finding: Finding) -> int:
 
 
 def _first(findings: Sequence[Finding]) -> Finding:
-    """Return the first finding: by the watchdog, then by time, then special classes first."""
+    """Return the first finding: by the watchdog, then named, then by time, then special."""
 
-    def order(finding: Finding) -> tuple[bool, bool, float, bool, int, int]:
+    def order(finding: Finding) -> tuple[bool, bool, bool, float, bool, int, int]:
         rank = finding.rank
         return (
             not finding.place,
+            # A peer sees that a process ended; its launcher sees by which signal.
+            finding.rule.name == "dead rank",
             not finding.is_named,
             float("inf") if finding.time_s is None else finding.time_s,
             finding.rule.name in ("exception", "refused command"),
@@ -235,11 +238,36 @@ def _without_cause(
         if not ranks:
             reacting = {finding.rank for finding in cascade}
             ranks = tuple(sorted({log.rank for log in logs if log.rank is not None} - reacting))
+        if first.rule.fault == "network" and ranks and _LOOPBACK.search(first.text):
+            return _ended_early(folder, logs, findings, first, ranks)
         return _verdict(folder, logs, first, first.rule.fault, ranks, first.text)
     if findings:
         return _verdict(folder, logs, findings[0], "killed", (), findings[0].text)
     is_finished = any(_is_finished(log.path) for log in logs)
     return _verdict(folder, logs, None, "finished" if is_finished else "unknown", (), "")
+
+
+def _ended_early(
+    folder: Path,
+    logs: Sequence[LogFile],
+    findings: Sequence[Finding],
+    first: Finding,
+    ranks: tuple[int, ...],
+) -> Verdict:
+    """Return the verdict for ranks that ended without an error, seen by peers on their host.
+
+    No network is between processes of one host: a closed connection means that the process
+    ended. torchrun reports each worker that a signal ended; a worker without such a report has
+    left with exit code 0.
+    """
+    exits = {f.rank for f in findings if f.rule.name == "exit code"}
+    if not exits:
+        return _verdict(folder, logs, first, "killed", ranks, first.text)
+    message = (
+        f"rank {_list_some(ranks)} ended without an error while other ranks waited in a "
+        f"collective: {first.text}"
+    )
+    return _verdict(folder, logs, first, "collective_mismatch", ranks, message)
 
 
 def _late_ranks(timeouts: Sequence[Finding], cascade: Sequence[Finding]) -> tuple[int, ...]:
@@ -290,6 +318,11 @@ def _verdict(
             cause.file, cause.offset, message, ranks[0] if ranks else None, logs
         )
         advice = cheapest_remedy(memory)
+    elif fault == "collective_mismatch" and not advice:
+        advice = (
+            "Let all ranks run the same number of steps: give each as many batches, and let no "
+            "rank return or exit alone."
+        )
     elif fault in ("collective_timeout", "network") and not advice:
         advice = (
             "Check the hosts of the ranks at fault, then the last log lines of these ranks."

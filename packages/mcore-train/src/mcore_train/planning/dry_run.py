@@ -8,12 +8,13 @@ checkpoint.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_models.families import Family
+from mcore_models.flops import local_elements, rank_elements, rank_stages
 from mcore_models.layers.layer_setup import Execution
 from mcore_models.protocol import share_embedding
 from mcore_parallel.mesh import ParallelContext
@@ -25,7 +26,6 @@ from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_shards
 from mcore_train.composition import TrainConfig
 from mcore_train.options.output_checks import build_checked_plan
-from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.planning.memory import GIB
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan
@@ -190,23 +190,17 @@ def _bytes(plan: Plan, ranks: list[BuiltRank]) -> list[str]:
             f"{gradient * rank.parameters / GIB:.3f} GiB of gradients"
         )
     fullest = max(rank.parameters for rank in ranks)
-    unsharded = replace(
-        config,
-        data_parallelism=replace(
-            config.data_parallelism,
-            data_parallel_sharding_strategy="",
-            use_torch_fsdp2=False,
-        ),
+    stages = rank_stages(config.model, config.experts, config.parallelism, config.pipeline)
+    shapes = plan.family.tensor_shapes(config.model, plan.vocab_size, config.experts)
+    planned = max(
+        local_elements(counts, config.parallelism)
+        for counts in rank_elements(config.model, shapes, stages)
     )
-    planned = estimate_memory(
-        unsharded, plan.family, plan.world_size, plan.vocab_size, plan.num_microbatches
-    )
-    expected = planned.gradients / gradient
     lines.append(
         f"fullest rank: {wide * fullest / GIB:.3f} GiB of weights, planned "
-        f"{wide * expected / GIB:.3f} ({expected / fullest - 1:+.2%}); "
+        f"{wide * planned / GIB:.3f} ({planned / fullest - 1:+.2%}); "
         f"{gradient * fullest / GIB:.3f} GiB of gradients, planned "
-        f"{planned.gradients / GIB:.3f}"
+        f"{gradient * planned / GIB:.3f}"
     )
     if config.data_parallelism.is_fully_sharded:
         lines.append("these weights and gradients are then sharded over the data ranks")

@@ -14,6 +14,7 @@ from functools import lru_cache
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
 from mcore_models.flops import kept_widths, stack_mixers
+from mcore_models.logical_tensors import payload_width
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_moe.config import MoEConfig
 from mcore_parallel.pipeline_parallel.search import Costs, step_times
@@ -90,7 +91,11 @@ def predict_step(
                 layers[kind][part] += seconds * count / shape.num_layers
     main = _tokens(config, "decoder" if is_t5(config) else "")
     embedding, head = head_work(config, main.own, vocab_size, system)
-    for layer, count in shape.further:
+    # A layout places layers of multi-token prediction (m) on a stage, where ``step_times``
+    # counts them as mean layers; otherwise they are computed with the loss.
+    layout = config.pipeline.pipeline_model_parallel_layout
+    placed = config.model.mtp_num_layers if pp > 1 and "m" in layout else 0
+    for layer, count in () if placed else shape.further:
         for kind, parts in layer_work(layer, config, main, system, num_microbatches).items():
             for part, seconds in parts.items():
                 head[kind][part] += seconds * count
@@ -124,7 +129,8 @@ def predict_step(
         micro_batch_s = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
         bubble = bubble_formula(config, pp, num_microbatches)
         schedule_s = num_microbatches * micro_batch_s * (1 + bubble) + num_microbatches * ends
-    parts = _mean_parts(layers, embedding, head, shape.num_layers / pp, pp, num_microbatches)
+    mean_layers = (shape.num_layers + placed) / pp
+    parts = _mean_parts(layers, embedding, head, mean_layers, pp, num_microbatches)
     idle = max(0.0, schedule_s - sum(parts.values()))
     parts["bubble" if pp > 1 else "host"] = idle
     num_offloaded = config.offloading.cpu_offloading_num_layers
@@ -220,7 +226,7 @@ def _recover_power(
 def _message_s(config: TrainConfig, tokens: int, system: System) -> float:
     parallel = config.parallelism
     tp = parallel.tensor_model_parallel_size
-    width = 2 * config.model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    width = 2 * payload_width(config.model) / (tp if parallel.sequence_parallel else 1)
     stride = tp * parallel.context_parallel_size
     return system.collective_s(
         "send", tokens * width, 2, max(stride, system.gpus_per_node // 2)

@@ -84,7 +84,9 @@ def build_header(run: Run, start: StartClock) -> Header:
     layout, versions = layout_degrees(plan), _versions()
     shares = list(read_shares(run))
     first = run.progress.iteration + 1
-    sizes = f"{plan.global_batch_size} x {config.batch.seq_length}"
+    now = plan.ramp.size_at(run.progress.consumed_train_samples)
+    grows = f"{now} to " if now != plan.global_batch_size else ""
+    sizes = f"{grows}{plan.global_batch_size} x {config.batch.seq_length}"
     samples = max(0, plan.train_samples - run.progress.consumed_train_samples)
     tokens = samples * config.batch.seq_length
     lines = (

@@ -14,13 +14,15 @@ from mcore_ckpt.families.common.decoder import (
     around,
     gated_rules,
     pair,
-    tied_copies,
 )
 from mcore_ckpt.families.common.fields import Fields, expert_setting, setting
 from mcore_ckpt.families.moe.deepseek_v3 import LATENT, SIGMOID_EXPERTS, latent_rules
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 
+_PADDING = 163839
+"""Padding token of transformers' config if config.json names none; outside of a smaller
+vocabulary transformers refuses it."""
 _MIXERS = {"linear_attention": "K", "full_attention": "*"}
 _HALVES = {"dense": "-", "sparse": "E"}
 _SIZES = {
@@ -28,6 +30,11 @@ _SIZES = {
     "linear_head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
 }
 """Their sizes of Kimi Delta Attention, and ours, which must be equal."""
+_OF_EXPERTS = (
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "aux_loss_alpha"),
+)
+"""Fields that are ignored in a model without experts, by their usual names."""
 _RELEASED = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
@@ -105,13 +112,19 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
     dense = sum("-" in layer for layer in layers)
     if all("-" in layer for layer in layers[:dense]):
         fields["first_k_dense_replace"] = dense
+    if description["vocab_size"] <= _PADDING:
+        fields["pad_token_id"] = None
     return fields
 
 
 def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    if "E" not in ours["hybrid_override_pattern"]:
+        for name in _OF_EXPERTS:
+            fields.maybe(name)
+        return {}
     moe = SIGMOID_EXPERTS.read(fields, ours)
     del moe["moe_layer_freq"]  # the pattern has the layers with experts
-    return moe if "E" in ours["hybrid_override_pattern"] else {}
+    return moe
 
 
 def _write_experts(description: Description, theirs: Theirs) -> Theirs:
@@ -149,13 +162,15 @@ def _table(description: Description) -> Table:
         ),
         *gated_rules("moe.experts.*.", f"{moe}experts.*.", layers_of["E"], ("w1", "w3", "w2")),
     ]
-    if expert_setting(description, "moe_shared_expert_intermediate_size"):
+    has_shared = bool(expert_setting(description, "moe_shared_expert_intermediate_size"))
+    if has_shared:
         rules += gated_rules("moe.shared.", f"{moe}shared_experts.", layers_of["E"])
     return Table(
         around(description, rules),
         len(layers),
         expert_setting(description, "num_experts"),
-        copies=tied_copies(description),
+        # transformers stores shared experts of width 0.
+        droppable=() if has_shared else ("*.shared_experts.*",),
     )
 
 
@@ -172,6 +187,8 @@ FAMILY = Decoder(
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "position_embedding_type": "none",
+        # transformers stores both tables, whatever tie_word_embeddings is.
+        "untie_embeddings_and_output_weights": True,
     },
     rotates=False,
     field_names={
