@@ -50,14 +50,6 @@ compressed-tensors are [read](deployment.md). Of models that see, the text model
 LEFT_OUT = """
 ## Not supported, and why
 
-Transformers has this model, which needs layers that no other family here has:
-
-- **Gemma 3n** (`gemma3n_text`): four residual streams, which a small router predicts before
-  each layer and corrects after it (AltUp). All that passes between layers, pipeline stages
-  and recomputed groups would have another shape. Also missing: a branch of low rank beside
-  attention (LAuReL), and activations cut at a quantile of each token, over tensor ranks.
-  Vectors for each layer and shared keys exist, as in Gemma 4.
-
 Of supported models:
 
 - `deepseek_v32`: the indexer, which selects the keys of sparse attention, is converted and
@@ -68,6 +60,10 @@ Of supported models:
   keys: tokens x tokens x 64 heads, 4 GiB a layer for 4,096 tokens, and 4 TiB for the 131,072
   that its training used. It needs a kernel first that never stores them. transformers 5.23
   has no such loss to compare with.
+- `gemma3n_text`: the first residual stream is the one that layers transform, and all layers are
+  equally wide, as released. Training does not bound the coefficients of AltUp
+  (`altup_coef_clip`, 120, copied). A layer that reads another layer's keys is on the same
+  pipeline stage.
 - `kimi_linear`: its delta rule runs in plain torch, also on a GPU; other recurrent layers
   have kernels in Triton.
 - `minimax`: the releases rotate half of each head (`rotary_dim`), and so does mcore;

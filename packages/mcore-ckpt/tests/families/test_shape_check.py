@@ -117,6 +117,10 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
+    "gemma3n_text": ROPE
+    | HEAD
+    | {"num_kv_shared_layers": 0, "laurel_rank": 3, "altup_num_inputs": 2}
+    | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 31},
     "gemma4_text": ROPE
     | HEAD
     | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 14}
@@ -219,6 +223,7 @@ SHAPELESS = {
     ("deepseek_v3", "num_experts_per_tok"),
     ("kimi_k2", "num_experts_per_tok"),
     ("nemotron_h", "num_experts_per_tok"),
+    ("gemma3n_text", "num_kv_shared_layers"),  # 0, as twice as many
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),
     ("qwen2_moe", "intermediate_size"),
@@ -262,6 +267,21 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
         known = {n: e for n, e in entries.items() if expected_shape(n, shapes_of(other))}
         with pytest.raises(ValueError, match=r"weight shapes do not match config\.json"):
             check_shapes(other, known)
+
+
+def test_a_kimi_linear_is_written_as_transformers_and_as_engines_read_it():
+    family = find_family("kimi_linear")
+    dense = described("kimi_linear", mlp_layer_types=["dense", "dense"])
+    assert family.to_ours(family.to_theirs(dense)) == dense
+    theirs = family.to_theirs(described("kimi_linear"))
+    assert theirs["layer_types"] == ["linear_attention", "full_attention"]
+    assert theirs["mlp_layer_types"] == ["dense", "sparse"]
+    released = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
+    released |= {"kda_layers": [1], "full_attn_layers": [2]}
+    assert theirs["linear_attn_config"] == released
+    assert theirs["first_k_dense_replace"] == 1
+    # The default of transformers, 163839, is outside of this vocabulary.
+    assert theirs["pad_token_id"] is None
 
 
 def test_a_family_of_someone_elses_says_nothing_about_shapes():

@@ -570,6 +570,15 @@ class TransformerConfig(Options):
     use_double_wide_mlp: bool = option(False, needs={"num_kv_shared_layers": ON})
     """Make the feed-forward layers of --num-kv-shared-layers twice as wide."""
 
+    activation_sparsity_pattern: tuple[float, ...] = option(
+        (),
+        needs=_GATED,
+        excludes={"num_experts": Because("whose feed-forward layers are not sparse")},
+    )
+    """For each layer the share of gates that are cut to 0 before the activation: those below
+    the quantile of a normal distribution with the mean and deviation of the token's gates
+    (Gemma 3n); 0: none. Empty: no layer cuts gates."""
+
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
     """Clamp gates from above and up-projections on both sides before the multiplication; 0:
     off."""
@@ -607,6 +616,20 @@ class TransformerConfig(Options):
     )
     """Width of the vector that every layer looks up for each token and adds to the residual
     stream, gated and projected (Gemma 3n); 0: no such vectors."""
+
+    per_layer_embedding_vocab_size: int = option(
+        0, minimum=0, needs={"per_layer_embedding_size": ON}, shrinks_to=7
+    )
+    """Tokens with a vector of --per-layer-embedding-size of their own; those of higher ids look
+    up the vector of token 0 (Gemma 3n); 0: all tokens."""
+
+    altup_num_inputs: int = option(0, minimum=0, needs={"per_layer_embedding_size": ON})
+    """Number of residual streams. Each layer predicts all streams from each other, transforms
+    the first one, and corrects all by the outcome (AltUp, Gemma 3n); 0: one stream."""
+
+    laurel_rank: int = option(0, minimum=0, shrinks_to=3, needs={"altup_num_inputs": ON})
+    """Rank of the linear branch that each layer of --altup-num-inputs adds to attention's
+    output (LAuReL, Gemma 3n); 0: no branch."""
 
     layer_output_scale: bool = option(
         False,
@@ -914,6 +937,21 @@ class TransformerConfig(Options):
         Rule(
             ("num_kv_shared_layers", "num_layers", "window_attn_skip_freq", "window_size"),
             _wrong_sharing,
+        ),
+        Rule(
+            ("activation_sparsity_pattern", "num_layers"),
+            lambda v: (
+                v.activation_sparsity_pattern
+                and len(v.activation_sparsity_pattern) != v.num_layers
+            ),
+            "--activation-sparsity-pattern {activation_sparsity_pattern} must hold one share "
+            "for each of --num-layers {num_layers}.",
+        ),
+        Rule(
+            ("activation_sparsity_pattern",),
+            lambda v: not all(0 <= share < 1 for share in v.activation_sparsity_pattern),
+            "--activation-sparsity-pattern {activation_sparsity_pattern}: each share must be "
+            "0 or more, and below 1.",
         ),
         Rule(
             ("use_mup", "mup_base_hidden_size"),

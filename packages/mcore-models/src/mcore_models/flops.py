@@ -63,6 +63,7 @@ _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _NO_FP8 = Fp8Config()
+_FIRST = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_projections.")
 _DELTA_CHUNK = 64  # ``kernels.delta.CHUNK``; that module needs torch
 _LAYER = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.\d+\.")
 
@@ -388,7 +389,8 @@ def _rank_elements(
             first = num_encoder_layers * (match[1] == "decoder")
             place = first + int(match[2]) if match[2] else "mtp"
         else:
-            place = "embedding" if "embedding" in name.partition(".")[0] else "loss"
+            is_first = "embedding" in name.partition(".")[0] or name.startswith(_FIRST)
+            place = "embedding" if is_first else "loss"
         places[place][_element_kind(name)] += prod(shape)
     table = prod(dict(shapes).get("embedding.weight", (0,)))
     ranks = []
@@ -495,7 +497,7 @@ def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 
 def _element_kind(name: str) -> str:
-    if name.partition(".")[0] in ("embedding", "position_embedding", "per_layer_embedding"):
+    if name.startswith(_FIRST):
         return "embedding"
     if name.startswith("head."):
         return "head"
@@ -544,10 +546,11 @@ def _kept_elements(
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
         count = recomputing.recompute_num_layers
+        saved = max(1, config.altup_num_inputs) * tokens * D // stream
         if recomputing.recompute_method == "block":
-            kept = min(count, layers) * tokens * D // stream + max(0, layers - count) * layer
+            kept = min(count, layers) * saved + max(0, layers - count) * layer
         else:
-            kept = -(-layers // count) * tokens * D // stream + count * layer
+            kept = -(-layers // count) * saved + count * layer
     return kept
 
 
@@ -584,6 +587,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
+    streams = 3 * config.altup_num_inputs + 6 if config.altup_num_inputs else 0
     # Attention with a padding mask copies its inputs.
     copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
@@ -608,5 +612,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         # Queries, keys, values and gate, the first three also before SiLU, the state's output,
         # and the normed output, which is float32 before it is rounded.
         "lightning": 11 * N * head_dim(config),
-        "layer_input": 3 * config.per_layer_embedding_size,
+        # With AltUp also streams before and after prediction and correction, outcome, error,
+        # input of the gate, and norms of router and LAuReL.
+        "layer_input": 3 * config.per_layer_embedding_size + streams * config.hidden_size,
     }

@@ -265,6 +265,17 @@ class ParallelContext:
         axes = {name: Axis(name, 1, 0, None, (0,), clock=clock) for name in plan}
         return cls(config, torch.device(device), 0, axes, [], clock)
 
+    @classmethod
+    def of_tensor_ranks(cls, tp: Axis, device: torch.device) -> ParallelContext:
+        """Build the context of a grid that has only the ranks of ``tp``, without new groups.
+
+        It has no blocks of replicas but those of one rank.
+        """
+        one = cls.single(device)
+        config = ParallelConfig(tensor_model_parallel_size=tp.size)
+        axes = one._axes | {"tp": tp, "tp_block_1": SINGLE}
+        return cls(config, device, tp.rank, axes, [], one.clock)
+
     def axis(self, *names: str) -> Axis:
         """Return one axis, or the product of several axes of the same grid.
 

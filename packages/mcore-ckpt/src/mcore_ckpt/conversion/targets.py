@@ -89,7 +89,8 @@ def write_hf(
     carried = {
         n: value for n, value in source.hf.get("config", {}).items() if n not in origin_fields
     }
-    # Carried fields first, so that those of the family override them.
+    # Carried fields first, so that those of the family override them, except for padding: a
+    # family writes none only if transformers' default is outside of the vocabulary.
     try:
         config = {**carried, **family.to_theirs(source.description)}
     except ValueError as error:
@@ -97,6 +98,8 @@ def write_hf(
             f"{model_type} cannot express this model: {error}. Leave --model-type out to write "
             "a family that can."
         ) from None
+    if config.get("pad_token_id", 0) is None:
+        config["pad_token_id"] = carried.get("pad_token_id")
     items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
     if head := source.hf.get("head"):

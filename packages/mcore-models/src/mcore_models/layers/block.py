@@ -10,10 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_models.layers.altup import AltUp, Laurel
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
@@ -61,19 +63,19 @@ class TransformerBlock(ResidualBlock):
                 normed stream and the keyword ``inputs``, mlp the normed stream alone.
 
         Raises:
-            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual`` or
-                ``--norm-placement`` requires another class of block.
+            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual``,
+                ``--norm-placement`` or ``--altup-num-inputs`` requires another class of block.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
         super().__init__(dropout, setup.streams, setup.recomputed, config.residual_multiplier)
-        kinds = ParallelBlock, PostNormBlock, TransformerBlock
+        kinds = AltUpBlock, ParallelBlock, PostNormBlock, TransformerBlock
         built, needed = next(k for k in kinds if isinstance(self, k)), _block_type(config)
         if built is not needed:
             raise ValueError(
-                f"--parallel-residual {config.parallel_residual} and --norm-placement "
-                f"{config.norm_placement} need a {needed.__name__}: build the layer with "
-                "build_block."
+                f"--parallel-residual {config.parallel_residual}, --norm-placement "
+                f"{config.norm_placement} and --altup-num-inputs {config.altup_num_inputs} "
+                f"need a {needed.__name__}: build the layer with build_block."
             )
         parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
@@ -232,6 +234,48 @@ class ParallelBlock(TransformerBlock):
         return False
 
 
+class AltUpBlock(TransformerBlock):
+    """Transformer layer on the first of several streams, by which it corrects all of them.
+
+    With x, the first stream of the prediction, and the branch of LAuReL:
+    ``x = (x + attention(n(x)) + laurel(n(x))) / sqrt(2)``, then ``x = x + mlp(m(x))``. The
+    layer's vector of each token is gated by the corrected x and added to the other streams.
+    """
+
+    def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
+        """Allocate this rank's share, see ``TransformerBlock``."""
+        super().__init__(setup, mixers)
+        self.altup = AltUp(setup)
+        self.laurel = Laurel(setup) if setup.config.laurel_rank else None
+
+    def forward(
+        self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
+    ) -> Residual:
+        """Transform the streams, ``[s, B, n * D]``; communicates as the mixers do."""
+        assert rows is None  # ends_with_mlp is False
+        n = self.altup.num_streams
+        predicted = self.altup.predict(stream.total().unflatten(-1, (n, -1)))
+        active = self._attend(Residual(predicted[..., 0, :], None, stream.aux), inputs)
+        active = self._run_mixers(active, inputs, slice(1, -1))
+        corrected = self.altup.correct(predicted, active.total())
+        first, others = corrected.split((1, n - 1), -2)
+        layer_input, (_, post_norm) = self._mixer(self.mixers[-1], inputs), self.norms[-1]
+        vector = layer_input(first.squeeze(-2) * self.altup.gating_scale)
+        vector = self.dropout(self._norm(post_norm)(vector)) * self.multiplier
+        streams = torch.cat([first, others + vector.unsqueeze(-2)], -2)
+        streams = streams.flatten(-2)  # [s, B, n, D] -> [s, B, n * D]
+        return self._scale_output(Residual(streams, None, active.aux))
+
+    def _attend(self, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Add attention and LAuReL, which read one norm, to a stream."""
+        if self.laurel is None:
+            return self._run_mixers(stream, inputs, slice(1))
+        laurel, attention = self.laurel, self._mixer(self.mixers[0], inputs)
+        norm, post_norm = map(self._norm, self.norms[0])
+        y, stream = self.mix(stream, norm, lambda x: post_norm(attention(x)) + laurel(x))
+        return Residual(self.add(stream, y).total() * 2**-0.5, None, stream.aux)
+
+
 class PostNormBlock(TransformerBlock):
     """Transformer layer that norms the stream itself: ``x = a h + b mixer(h)``, h = norm(x).
 
@@ -268,11 +312,13 @@ class PostNormBlock(TransformerBlock):
 
 
 def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
-    """Build the class of block that ``--parallel-residual`` and ``--norm-placement`` need."""
+    """Build the class of block that the options of the residual stream need."""
     return _block_type(setup.config)(setup, mixers)
 
 
 def _block_type(config: TransformerConfig) -> type[TransformerBlock]:
+    if config.altup_num_inputs:
+        return AltUpBlock
     if config.parallel_residual != "off":
         return ParallelBlock
     return PostNormBlock if config.norm_placement == "post" else TransformerBlock

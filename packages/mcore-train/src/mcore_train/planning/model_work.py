@@ -59,6 +59,9 @@ def no_work() -> Work:
 
 
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?")
+_TABLES = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_")
+_REPLICATED = ("layer_input", "altup", "laurel")
+"""Parts of layers that all tensor ranks compute alike, without messages."""
 _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 
@@ -144,7 +147,7 @@ def _model_shape(
             stack = match[1] or ("mtp" if match[3] else "")
             key = stack, int(match[2] or match[3] or 0)
             blocks[key][name[match.end() :]] = shape
-        elif name.startswith(("embedding.", "position_embedding.")):
+        elif name.startswith(_TABLES):
             embedding += prod(shape)
         elif name.startswith(("head.", "lm_head.")):
             head += prod(shape)
@@ -476,8 +479,10 @@ def _add_moved_bytes(
     forward_bytes = backward_bytes = 0.0
     act = (6, 10) if is_gated(model) else (4, 6)
     for mixer in layer.mixers:
-        forward_bytes += 8.5 * D / stream  # reads x and residual, writes sum and norm
-        backward_bytes += 8.5 * D / stream
+        # Reads x and residual, writes sum and norm. AltUp predicts and corrects all streams.
+        width = 8.5 * D * (1 + (mixer == "altup") * model.altup_num_inputs)
+        forward_bytes += width / stream
+        backward_bytes += width / stream
         if mixer in ("attention", "cross_attention", "mla"):
             width = model.num_attention_heads + 2 * num_kv_heads(model)
             width *= head_dim(model) / tp
@@ -546,6 +551,8 @@ def _add_tensor_messages(
     tp = parallel.tensor_model_parallel_size
     size = 2 * rows * config.model.hidden_size
     for mixer in layer.mixers:
+        if mixer in _REPLICATED:
+            continue
         if mixer == "moe" and not any(m.mixer == "moe" for m in layer.matrices):
             continue  # the exchange of experts moves the tokens
         if parallel.sequence_parallel:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
 from mcore_models.flops import kept_widths, stack_mixers
+from mcore_models.logical_tensors import payload_width
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_moe.config import MoEConfig
 from mcore_parallel.pipeline_parallel.search import Costs, step_times
@@ -225,7 +226,7 @@ def _recover_power(
 def _message_s(config: TrainConfig, tokens: int, system: System) -> float:
     parallel = config.parallelism
     tp = parallel.tensor_model_parallel_size
-    width = 2 * config.model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    width = 2 * payload_width(config.model) / (tp if parallel.sequence_parallel else 1)
     stride = tp * parallel.context_parallel_size
     return system.collective_s(
         "send", tokens * width, 2, max(stride, system.gpus_per_node // 2)

@@ -20,6 +20,9 @@ from mcore_ckpt.families.moe.deepseek_v3 import LATENT, SIGMOID_EXPERTS, latent_
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 
+_PADDING = 163839
+"""Padding token of transformers' config if config.json names none; outside of a smaller
+vocabulary transformers refuses it."""
 _MIXERS = {"linear_attention": "K", "full_attention": "*"}
 _HALVES = {"dense": "-", "sparse": "E"}
 _SIZES = {
@@ -27,6 +30,11 @@ _SIZES = {
     "linear_head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
 }
 """Their sizes of Kimi Delta Attention, and ours, which must be equal."""
+_OF_EXPERTS = (
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "aux_loss_alpha"),
+)
+"""Fields that are ignored in a model without experts, by their usual names."""
 _RELEASED = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
@@ -104,13 +112,19 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
     dense = sum("-" in layer for layer in layers)
     if all("-" in layer for layer in layers[:dense]):
         fields["first_k_dense_replace"] = dense
+    if description["vocab_size"] <= _PADDING:
+        fields["pad_token_id"] = None
     return fields
 
 
 def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    if "E" not in ours["hybrid_override_pattern"]:
+        for name in _OF_EXPERTS:
+            fields.maybe(name)
+        return {}
     moe = SIGMOID_EXPERTS.read(fields, ours)
     del moe["moe_layer_freq"]  # the pattern has the layers with experts
-    return moe if "E" in ours["hybrid_override_pattern"] else {}
+    return moe
 
 
 def _write_experts(description: Description, theirs: Theirs) -> Theirs:
