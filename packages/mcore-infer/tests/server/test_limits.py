@@ -155,9 +155,9 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         ("/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, "999 is not a token id"),
         ("/v1/completions", {"prompt": "a", "seed": 10**30}, "seed"),
         ("/v1/completions", {"prompt": "a", "strem": True}, "did you mean stream?"),
-        # The most similar field, presence_penalty, does something else.
+        # No suggestion: the most similar field, presence_penalty, has another meaning.
         ("/v1/completions", {"prompt": "a", "length_penalty": 1.0}, "length_penalty."),
-        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "give response_format"),
+        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "use response_format"),
         (
             "/v1/completions",
             {"prompt": "a", "stream": True, "echo": True, "logprobs": 1},
