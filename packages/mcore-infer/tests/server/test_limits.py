@@ -325,3 +325,4 @@ def test_metrics_health_models_and_the_page_are_there(client):
     status, headers, page = client.send("GET", "/")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"/v1/chat/completions" in page
+    assert b"choice.delta.reasoning_content" in page

@@ -218,12 +218,13 @@ class TransformerConfig(Options):
     )
     """Rows of the learned table before the row of the first token (OPT, RoBERTa: 2)."""
 
-    rotary_base: float = option(10000.0, above=0)
+    rotary_base: float = option(10000.0, above=0, part_of={"position_embedding_type": "rope"})
     """Base of the rotary wavelengths."""
 
     rotary_base_local: float = option(
         0.0,
         minimum=0,
+        part_of={"position_embedding_type": "rope"},
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
@@ -231,20 +232,30 @@ class TransformerConfig(Options):
     other layers."""
 
     rotary_percent: float = option(
-        1.0, above=0, maximum=1, idle_with={"multi_latent_attention": ON}
+        1.0,
+        above=0,
+        maximum=1,
+        part_of={"position_embedding_type": "rope"},
+        idle_with={"multi_latent_attention": ON},
     )
     """Share of each head's channels that are rotated, above 0 to 1."""
 
     rotary_interleaved: bool = option(False, needs={"position_embedding_type": "rope"})
     """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
 
-    rope_skip_freq: str = option("0", idle_with={"multi_latent_attention": ON})
+    rope_skip_freq: str = option(
+        "0",
+        part_of={"position_embedding_type": "rope"},
+        idle_with={"multi_latent_attention": ON},
+    )
     """Layers without rotation: "N" for every N-th layer, or a list with one entry for each
     layer, 1 for layers without rotation; "0": rotation in all layers."""
 
     # Stretching of rotary wavelengths for longer contexts: linear, Llama 3.1's, YaRN, LongRoPE.
 
-    rotary_seq_len_interpolation_factor: float = option(1.0, above=0)
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0, above=0, part_of={"position_embedding_type": "rope"}
+    )
     """Positions are divided by this number before rotation; 1: unchanged."""
 
     use_rope_scaling: bool = option(False, needs={"position_embedding_type": "rope"})
