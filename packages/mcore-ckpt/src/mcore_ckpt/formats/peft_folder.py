@@ -337,8 +337,8 @@ def _check_tied_head(folder: Path, config: Mapping[str, Any], links: Sequence[Li
     if embedding in saved and saved <= {name.rpartition(".")[2] for name in theirs.values()}:
         raise ValueError(
             f"{folder} trained {embedding} (modules_to_save) without the head that its base "
-            "ties to it: mcore keeps the two equal. Train with ensure_weight_tying, or merge the "
-            "adapters with PEFT (merge_and_unload)."
+            "ties to it: mcore keeps the two equal. Train with ensure_weight_tying, or merge "
+            "the adapters with PEFT (merge_and_unload)."
         )
 
 
