@@ -72,7 +72,7 @@ MACROS = {
     "SCALE": 0.125,
     "RANKS": 1,
     "BUFFERS": BUFFERS,
-    "PATIENCE": 1,
+    "TIMEOUT_CYCLES": 1,
 }
 
 

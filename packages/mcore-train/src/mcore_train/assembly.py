@@ -311,7 +311,7 @@ def _build_noise(data_parallel: GradientSync) -> GradientNoise | ShardedGradient
     from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 
     if not isinstance(data_parallel, FullyShardedDataParallel):
-        return None  # an engine of the program's own
+        return None  # an engine that the program defines
     # Several optimizer instances sum their gradients once a step, so that no rank has the sum
     # of one micro-batch over all data ranks.
     is_one_instance = data_parallel.ctx.optimizer_replica.size == 1

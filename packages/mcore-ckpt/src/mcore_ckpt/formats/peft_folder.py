@@ -324,20 +324,20 @@ def _modules(
 
 
 def _check_tied_head(folder: Path, config: Mapping[str, Any], links: Sequence[Link]) -> None:
-    """Raise ValueError if only the embedding of a tied base was trained.
+    """Raise ValueError if an embedding was trained without the head that is tied to it.
 
-    Without ``ensure_weight_tying``, PEFT computes the head with the rows of the base then.
+    Without ``ensure_weight_tying``, PEFT then computes the head with the base's rows.
     """
     theirs = {name: link.theirs.removesuffix(".weight") for link in links for name in link.ours}
     if config.get("ensure_weight_tying") or "head.weight" in theirs:
         return
     saved = set(config.get("modules_to_save") or ())
     embedding = theirs.get("embedding.weight", "").rpartition(".")[2]
-    # Other names than the base's modules are those of the tied head, which was trained too.
+    # A saved module that the base lacks is the tied head, which then was trained too.
     if embedding in saved and saved <= {name.rpartition(".")[2] for name in theirs.values()}:
         raise ValueError(
             f"{folder} trained {embedding} (modules_to_save) without the head that its base "
-            "ties to it, which is not supported here: train with ensure_weight_tying, or merge "
+            "ties to it: mcore keeps the two equal. Train with ensure_weight_tying, or merge "
             "the adapters with PEFT (merge_and_unload)."
         )
 

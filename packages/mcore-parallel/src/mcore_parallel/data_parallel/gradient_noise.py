@@ -31,7 +31,7 @@ from mcore_parallel.data_parallel.buckets import Bucket
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.sharding import NamedParameter, held_share
 
-if TYPE_CHECKING:  # it imports DTensors, which other programs start without
+if TYPE_CHECKING:  # the import of DTensors takes a second, which other engines do not need
     from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 
 

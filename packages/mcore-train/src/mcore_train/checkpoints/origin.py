@@ -263,10 +263,10 @@ def continue_plan(plan: "Plan") -> "Plan":
 
 
 def check_schedule(plan: "Plan") -> None:
-    """Check that the checkpoint's learning-rate schedule is that of the flags; reads the index.
+    """Compare the flags' learning-rate schedule with the checkpoint's; reads its index.
 
-    A run with local checkpoints is checked when it loads, since the step on its disks may be
-    newer than that of ``--load``.
+    A run with local checkpoints is checked when it loads, because its local step may be newer
+    than the step of ``--load``.
 
     Raises:
         ValueError: with the fields that differ, as ``reconcile``.
@@ -282,7 +282,7 @@ def check_schedule(plan: "Plan") -> None:
 
 
 def _step_to_continue(config: TrainConfig) -> Path | None:
-    """Return the step folder whose count of steps a run continues; None: none."""
+    """Return the step folder whose count of steps a run continues; None if it starts at 0."""
     options = starting_point(config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     if folder is None or options.finetune or is_hf_folder(folder):

@@ -35,7 +35,7 @@ def build_checked_plan(
 
     Raises:
         OptionsError: (a ValueError) with every conflict, every output that cannot be written,
-            and a schedule that is not that of the checkpoint to continue.
+            and a schedule that differs from that of the checkpoint to continue.
     """
     faults = FaultCollector()
     plan = faults.attempt(build_plan, config, world_size, family)
