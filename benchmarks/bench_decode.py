@@ -1,17 +1,20 @@
-"""Time writing text with random weights: one stream, batches, offline throughput.
+"""Times decoding with random weights: one stream, batches, offline throughput.
 
     python benchmarks/bench_decode.py --name decode-llama-3-8b-h200 --geometry llama-3-8b
 
 One line a case: tokens per second over all requests while all of them write (prompts are
 read before; no log probabilities), the roofline of one stream: bytes of weights over the
 memory's bandwidth, and the time from a prompt to its first token.
-``--offline N`` times N requests from their prompts to their last token; those that the cache
-does not hold together wait. ``qwen3-30b-a3b`` and other geometries of ``mcore-models list``
-are built by name. ``--method`` rounds the
-weights to the nearest first, ``--transformers N`` lets its ``generate`` write N tokens in the
-same run, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. ``--by-layers`` also times
-small batches without the kernel of a whole step. Started by ``torchrun``, its ranks split every
-matrix; rank 0 prints, and bytes are those of one rank.
+
+- ``--geometry``: sizes of a model of ``mcore-models list``, such as ``qwen3-30b-a3b``.
+- ``--offline N``: also times N requests from their prompts to their last token; requests for
+  which the cache has no room wait.
+- ``--method``: rounds the weights to a quantized format first.
+- ``--kv-cache-dtype fp8``: stores keys and values in fp8.
+- ``--by-layers``: also times small batches without the whole-step kernel.
+- ``--transformers N``: also times N tokens of transformers' ``generate``.
+
+Under ``torchrun`` the ranks split every matrix; rank 0 prints, and bytes are those of one rank.
 """
 
 import argparse

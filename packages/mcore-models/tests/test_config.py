@@ -138,7 +138,7 @@ def test_switches_choose_the_activation(changes, wanted):
             {"activation_sparsity_pattern": (0.5, 0.0)},
             "--activation-sparsity-pattern 0.5 0.0 must hold one share for each of --num-lay",
         ),
-        ({"activation_sparsity_pattern": (1.0,) * 12}, "must be 0 or more, and below 1"),
+        ({"activation_sparsity_pattern": (1.0,) * 12}, "must be at least 0 and below 1"),
         (
             {"multi_latent_attention": True, "q_lora_rank": 8, "dsa_indexer_topk": 4}
             | {"dsa_indexer_head_dim": 32},

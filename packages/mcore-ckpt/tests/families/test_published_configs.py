@@ -75,7 +75,7 @@ def test_the_text_tower_of_a_published_gemma3_is_read():
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_the_text_model_of_a_gemma_that_hears_is_read_without_its_other_parts(name):
+def test_the_text_model_of_a_gemma_for_audio_is_read_without_its_other_parts(name):
     parts = (
         "embed_audio.",
         "embed_vision.",

@@ -211,13 +211,13 @@ def has_deadlock(num_ranks, num_buffers, num_exchanges=4):
     return False
 
 
-def test_no_rank_overwrites_what_another_has_yet_to_read():
+def test_two_buffers_suffice_for_no_rank_to_overwrite_unread_sums():
     assert not has_deadlock(2, BUFFERS)
     assert has_deadlock(2, BUFFERS - 1)
 
 
 def compare_with_layers(ctx, H, algo, lengths, num_drafts, shares_heads=False):
-    """Rows of texts of several lengths, and two of one text, on each rank of ``tp``."""
+    """Compare the kernel with the layers, for texts of several lengths, on each tensor rank."""
     torch.manual_seed(0)
     tp, device = ctx.tp, ctx.device
     changes = {"num_attention_heads": 6 * tp.size, "ffn_hidden_size": 640 * tp.size}
@@ -278,7 +278,7 @@ PROMPTS = [list(range(i, 10 + 31 * i)) for i in range(6)]
 
 
 def write_texts(model):
-    """Requests that come and go, over the borders of pages; the results, and the engine."""
+    """Write a text for each of ``PROMPTS``, over several pages; return texts and engine."""
     limits = EngineConfig(max_sequence_tokens=256, page_tokens=16, max_requests=4, num_pages=80)
     engine = Engine(model, limits)
     for i, prompt in enumerate(PROMPTS):
@@ -300,7 +300,7 @@ def test_texts_of_the_kernel_are_the_likeliest_by_whole_forwards():
 
 
 def compare_texts(ctx, algo):
-    """The kernel chooses the tokens of the layers, up to a token that is as likely."""
+    """Compare the kernel's tokens with the layers', up to the first equally likely choice."""
     torch.manual_seed(1)
     changes = {"num_attention_heads": 6 * ctx.tp.size, "num_query_groups": 2 * ctx.tp.size}
     model = built(ctx.device, ctx, num_layers=3, ffn_hidden_size=640 * ctx.tp.size, **changes)
@@ -339,7 +339,7 @@ def compare_over_gpus(ctx):
 
 def wait_alone(ctx):
     """Rank 0 launches the kernel, the other ranks do not: it ends with an error."""
-    kernel._PATIENCE = 200_000_000
+    kernel._TIMEOUT_CYCLES = 200_000_000
     model = built(ctx.device, ctx, num_query_groups=2, num_attention_heads=4)
     cache, inputs = PagedCache(4, 16), DecodeTensors(1, 1, ctx.device, num_drafts=0)
     inputs.fill(Step(()), cache.page_tokens, cache.padding)
@@ -361,7 +361,7 @@ def wait_alone(ctx):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("world", "check"), [(2, "compare"), (4, "compare"), (2, "alone")])
 def test_the_kernel_over_tensor_ranks(world, check, monkeypatch):
-    """Against the layers over the same ranks; a rank that waits in vain ends by itself."""
+    """Equal to the layers over the same ranks; a wait for a rank that never sends times out."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # with warm_ranks

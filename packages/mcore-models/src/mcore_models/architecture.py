@@ -111,8 +111,12 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
-    placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
-    placements |= {"post": "of the stream before"}
+    placements = {
+        "pre": "before",
+        "output": "after",
+        "sandwich": "before and after",
+        "post": "of the residual stream before",
+    }
     where = placements[config.norm_placement]
     parallel = {
         "off": "",

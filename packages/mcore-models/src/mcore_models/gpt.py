@@ -47,8 +47,8 @@ class GPT(StageModel, MTPLanguageModel):
         position_embedding: learned positions, on the first stage.
         embedding_norm: norm of the embeddings, on the first stage.
         per_layer_embedding: vectors that the layers add, on the first stage.
-        altup_projections: make further residual streams, on the first stage.
-        altup_unembed_projections: merge the streams, on the last stage.
+        altup_projections: compute further residual streams, on the first stage.
+        altup_unembed_projections: merge the residual streams, on the last stage.
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on the stage of ``mtp``.
         head: on the last stage, unless tied.
@@ -130,8 +130,8 @@ class GPT(StageModel, MTPLanguageModel):
 
         Args:
             x: token ids ``[B, S/cp]`` on the first stage; on others the previous stage's hidden
-                state ``[S/cp, B, C]`` (``[S/cp/tp, B, C]`` under sequence parallelism), C of
-                ``payload_width``.
+                state ``[S/cp, B, C]`` (``[S/cp/tp, B, C]`` under sequence parallelism), with C
+                channels by ``payload_width``: residual streams and per-layer embeddings.
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or from
                 the state's length, in the zigzag order of ``cp``. Required only if positions
                 restart inside a row.

@@ -95,10 +95,11 @@ def is_local(config: Any, layer: int) -> bool:
 
 
 def keys_layer(config: Any, layer: int) -> int:
-    """Return the layer that computes the keys and values of a layer's attention.
+    """Return the layer whose keys and values a layer's attention reads.
 
-    It is the layer itself; with ``--num-kv-shared-layers`` the last layers read those of the
-    last other layer of the same kind, with or without a window.
+    That is the layer itself, except for the last ``num_kv_shared_layers`` layers: each reads
+    those of the last earlier layer that computes keys and has the same kind, with or without a
+    window.
 
     Args:
         config: any object with the fields of ``TransformerConfig``.

@@ -47,7 +47,7 @@ def num_positions(config: Any) -> int:
 
 
 def payload_width(config: Any) -> int:
-    """Channels of a token between pipeline stages: residual streams and vectors of layers."""
+    """Return a token's channels between pipeline stages: streams and per-layer embeddings."""
     streams = max(1, config.altup_num_inputs) * config.hidden_size
     return streams + config.num_layers * config.per_layer_embedding_size
 
@@ -496,7 +496,7 @@ def _layer_input(config: Any, _: Any) -> dict[str, Shape]:
 
 
 def _altup(config: Any) -> dict[str, Shape]:
-    """Return the tensors of a layer of several residual streams, outside its mixers."""
+    """Return the shapes of a layer's tensors of AltUp and LAuReL."""
     D, n, rank = config.hidden_size, config.altup_num_inputs, config.laurel_rank
     shapes: dict[str, Shape] = {
         **_norm(config, "altup.router_norm", D),

@@ -267,9 +267,9 @@ class ParallelContext:
 
     @classmethod
     def of_tensor_ranks(cls, tp: Axis, device: torch.device) -> ParallelContext:
-        """Build the context of a grid that has only the ranks of ``tp``, without new groups.
+        """Build a context in which only ``tp`` has several ranks, without new groups.
 
-        It has no blocks of replicas but those of one rank.
+        ``tp_block(1)`` exists; larger blocks would need groups.
         """
         one = cls.single(device)
         config = ParallelConfig(tensor_model_parallel_size=tp.size)

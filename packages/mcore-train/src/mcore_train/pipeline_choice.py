@@ -152,7 +152,7 @@ def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
 
 
 def without_exchange(experts: MoEConfig) -> MoEConfig:
-    """Return options of experts without those of exchange and sums, which change no tensor."""
+    """Return options of experts with neutral exchange and sums, which change no tensor."""
     return replace(
         experts,
         moe_token_dispatcher_type="alltoall",

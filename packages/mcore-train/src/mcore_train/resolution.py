@@ -44,7 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWgrads:
-    """Choice of a run for ``--moe-wgrad-micro-batches auto``, made by its planner."""
+    """The planner's choice for ``--moe-wgrad-micro-batches auto``, and the reason."""
 
     num_together: int
     """Micro-batches whose weight gradients of experts one GEMM adds."""
@@ -79,8 +79,8 @@ class Plan:
     dtype: Dtype
     """Format of parameters and activations."""
     expert_wgrads: ExpertWgrads | None = None
-    """Choice for --moe-wgrad-micro-batches auto, made when the device is known; None: not made,
-    which means 1."""
+    """Choice for ``--moe-wgrad-micro-batches auto``, made by a run for its GPUs; None: none was
+    made, and ``auto`` is 1."""
 
     def continue_after(self, phases: Sequence[BatchSizePhase], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.

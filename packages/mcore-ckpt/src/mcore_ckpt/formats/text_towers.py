@@ -1,4 +1,4 @@
-"""Extracts the text model from Hugging Face folders of models that see or hear.
+"""Extracts the text model from Hugging Face folders of models for images or audio.
 
 The text model belongs to a known family: its config is ``text_config``, or fields at the top
 level, and its weights are below ``language_model``. Its three-dimensional positions reduce to
@@ -14,8 +14,10 @@ from mcore_ckpt.storage.index import TensorEntry
 
 log = logging.getLogger(__name__)
 
-_SEEING = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-_SEEING += ("audio_tower.", "embed_vision.", "embed_audio.")
+_SEEING = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 _ELSEWHERE = ("image", "video", "vision", "boi_token", "eoi_token", "text_config", "mm_tokens")
 _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
 

@@ -25,8 +25,8 @@ def own_stage(config: TransformerConfig, pp: Axis) -> Stage | None:
     """Return this rank's stage of evenly divided layers; None without pipeline parallelism.
 
     Raises:
-        ValueError: if there are fewer layers than ranks, or if layers of a stage read the keys
-            of another stage (``--num-kv-shared-layers``); on all ranks.
+        ValueError: on all ranks, if there are fewer layers than ranks, or if layers of a stage
+            read the keys of a layer on another stage (``--num-kv-shared-layers``).
     """
     num_layers = config.num_layers
     if pp.size == 1:
@@ -37,7 +37,7 @@ def own_stage(config: TransformerConfig, pp: Axis) -> Stage | None:
             "model: use fewer stages."
         )
     bounds = [num_layers * rank // pp.size for rank in range(pp.size + 1)]
-    stages = [range(*pair) for pair in pairwise(bounds)]
+    stages = [range(begin, end) for begin, end in pairwise(bounds)]
     if problems := stage_problems(config, stages):
         raise ValueError("\n".join(problems))
     is_last = pp.rank == pp.size - 1

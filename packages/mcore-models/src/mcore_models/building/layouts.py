@@ -109,11 +109,11 @@ def layout_problems(
 
 
 def stage_problems(config: TransformerConfig, stages: Iterable[Sequence[int]]) -> list[str]:
-    """Return the error if a pipeline stage lacks keys that its layers read.
+    """Return an error if layers of a pipeline stage read keys that another stage computes.
 
     Args:
         config: of the model.
-        stages: numbers of the layers of some stages.
+        stages: layers of each stage to check, as global numbers.
     """
     shared, depth = config.num_kv_shared_layers, config.num_layers
     for layers in stages if shared else ():

@@ -1,9 +1,10 @@
 """Several residual streams, of which each layer transforms one (AltUp), and LAuReL.
 
 A token has n streams of D channels, stored as ``n * D`` channels. A layer predicts all streams
-by mixing them, runs its mixers on the first prediction, and corrects every prediction by the
-difference between the outcome and that prediction. A small router of the first stream computes
-the coefficients of both. LAuReL is a branch of low rank beside attention.
+as mixtures of its input streams, runs its mixers on the first prediction, and adds the
+difference between their output and that prediction, times a factor, to each prediction. A small
+router computes the coefficients of mixtures and the factors. LAuReL is a low-rank branch
+parallel to attention.
 
 Reference:
     Baykal et al. 2023, Alternating Updates, arXiv:2301.13310; Menghani et al. 2024, LAuReL,
@@ -24,17 +25,18 @@ from mcore_models.layers.residual import stream_cuts, stream_norm
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import ParamLayout, whole_layout
 
-_LEAST_SQUARE = 1e-5  # of a projected stream, before its root is a divisor
+_LEAST_SQUARE = 1e-5
+"""Smallest mean square of a projected stream, by whose root the stream is divided."""
 
 
 class AltUp(nn.Module):
-    """Predicts the streams of a layer's output from its input, and corrects the prediction.
+    """Predicts a layer's output streams from its input streams, and corrects the prediction.
 
     Attributes:
-        router_norm, router: map a stream to n numbers between -1 and 1.
-        prediction_coefs: these numbers to a matrix that mixes the streams.
-        correction_coefs: these numbers to a factor on each stream's correction, minus 1.
-        gating_scale: ``[D]``, factor on the stream that gates the layer's vectors.
+        router_norm, router: a stream to n numbers, then passed through tanh.
+        prediction_coefs: these numbers to the n x n matrix that mixes the streams.
+        correction_coefs: these numbers to n factors on the correction, minus 1.
+        gating_scale: ``[D]``, factor on the stream that gates per-layer embeddings.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -59,7 +61,12 @@ class AltUp(nn.Module):
     def correct(
         self, predicted: Float[Tensor, "s B n D"], outcome: Float[Tensor, "s B D"]
     ) -> Float[Tensor, "s B n D"]:
-        """Add the error of the first prediction to all, times a factor for each stream."""
+        """Add the error of the first prediction to all predictions, times n factors.
+
+        Args:
+            predicted: output of ``predict``.
+            outcome: output of the mixers for the first prediction.
+        """
         factors = self.correction_coefs(self._route(outcome)) + 1
         error = outcome - predicted[..., 0, :]
         return predicted + factors.unsqueeze(-1) * error.unsqueeze(-2)
@@ -100,9 +107,9 @@ class Laurel(nn.Module):
 
 
 class StreamProjections(nn.ModuleList):
-    """Matrices from one stream to the others, or from each of the others to one, ``[D, D]``.
+    """One matrix ``[D, D]`` for each stream but the first: from the first, or to the first.
 
-    A projected stream gets the root mean square of the first stream of its token.
+    Every projected token is scaled to the root mean square of the token in the first stream.
     """
 
     def __init__(self, config: TransformerConfig, ctx: ParallelContext, **options: Any) -> None:
@@ -136,6 +143,6 @@ def _rescaled(
     """Scale every token of x to the root mean square of ``like``."""
     wide = torch.promote_types(x.dtype, torch.float32)
     square = x.to(wide).square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE)
-    # The gradient of vector_norm is 0 where the norm is 0; a root's would be infinite.
+    # At norm 0 the gradient of vector_norm is 0, that of sqrt would be infinite.
     norm = torch.linalg.vector_norm(like, dim=-1, keepdim=True, dtype=wide)
     return (x * (norm * like.shape[-1] ** -0.5 * square.rsqrt())).to(x.dtype)

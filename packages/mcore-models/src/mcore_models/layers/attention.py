@@ -84,7 +84,7 @@ class Attention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        self.state_layer = keys_layer(config, layer)  # whose entry of the cache it uses
+        self.state_layer = keys_layer(config, layer)  # its entry of the key/value cache is used
         self.parts = qkv_parts(config)
         outputs = [
             LinearOutput(part, G * H, holders)

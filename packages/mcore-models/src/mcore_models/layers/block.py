@@ -143,11 +143,11 @@ class TransformerBlock(ResidualBlock):
         mixer: Callable[[Tensor], Output],
         recomputed_as: str = "",
     ) -> tuple[Output, Residual]:
-        """Return the output of the mixer at an index, and the stream that it has read."""
+        """Run the mixer at ``index`` of the layer; return its output and its input stream."""
         return self.mix(stream, self._norm(self.norms[index][0]), mixer, recomputed_as)
 
     def _add_at(self, index: int, stream: Residual, output: MixerOutput) -> Residual:
-        """Add the output of the mixer at an index to the stream."""
+        """Add the output of the mixer at ``index`` of the layer to the stream."""
         return self.add(stream, output, self._norm(self.norms[index][1]))
 
     def _norm(self, name: str) -> Any:
@@ -235,15 +235,20 @@ class ParallelBlock(TransformerBlock):
 
 
 class AltUpBlock(TransformerBlock):
-    """Transformer layer on the first of several streams, by which it corrects all of them.
+    """Transformer layer that runs on the first of several streams, and corrects all streams.
 
-    With x, the first stream of the prediction, and the branch of LAuReL:
-    ``x = (x + attention(n(x)) + laurel(n(x))) / sqrt(2)``, then ``x = x + mlp(m(x))``. The
-    layer's vector of each token is gated by the corrected x and added to the other streams.
+    x is the first predicted stream (``AltUp.predict``), n and m are norms:
+        ``x = (x + attention(n(x)) + laurel(n(x))) / sqrt(2)``
+        ``x = x + mlp(m(x))``
+    ``AltUp.correct`` then corrects all streams by x. The corrected first stream gates the
+    layer's per-layer embedding, which is added to the other streams.
+
+    Reference:
+        Gemma team 2025, Gemma 3n release; see ``layers.altup``.
     """
 
     def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
-        """Allocate this rank's share, see ``TransformerBlock``."""
+        """Allocate this rank's share of the layer, as ``TransformerBlock``."""
         super().__init__(setup, mixers)
         self.altup = AltUp(setup)
         self.laurel = Laurel(setup) if setup.config.laurel_rank else None
@@ -251,7 +256,7 @@ class AltUpBlock(TransformerBlock):
     def forward(
         self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
     ) -> Residual:
-        """Transform the streams, ``[s, B, n * D]``; communicates as the mixers do."""
+        """Return the layer's output streams ``[s, B, n * D]``; communicates as its mixers."""
         assert rows is None  # ends_with_mlp is False
         n = self.altup.num_streams
         predicted = self.altup.predict(stream.total().unflatten(-1, (n, -1)))
@@ -267,7 +272,7 @@ class AltUpBlock(TransformerBlock):
         return self._scale_output(Residual(streams, None, active.aux))
 
     def _attend(self, stream: Residual, inputs: BlockInputs) -> Residual:
-        """Add attention and LAuReL, which read one norm, to a stream."""
+        """Add attention and LAuReL, both of one norm of the stream, to the stream."""
         if self.laurel is None:
             return self._run_mixers(stream, inputs, slice(1))
         laurel, attention = self.laurel, self._mixer(self.mixers[0], inputs)
@@ -306,7 +311,7 @@ class PostNormBlock(TransformerBlock):
         return stream.plus(y if factor == 1 else y * factor, aux)
 
     def _factors(self, index: int) -> tuple[float, float]:
-        """Return the factors on the stream and on the output of the mixer at an index."""
+        """Return the factors on the stream and on the output of the mixer at ``index``."""
         config, kind = self.config, _FACTOR_INDEX.get(self.mixers[index], 1)
         return config.residual_stream_factors[kind], config.residual_output_factors[kind]
 

@@ -1,7 +1,7 @@
-"""A gated feed-forward layer whose small gates are 0.
+"""A gated feed-forward layer that sets the smallest gates of each token to 0.
 
-The smallest gates of a token are cut without sorting: gates are taken as samples of a normal
-distribution, whose quantile of the wanted share follows from their mean and deviation.
+No sort is needed: the gates of a token are taken as samples of a normal distribution, and the
+threshold is its quantile, from their mean and standard deviation.
 
 Reference:
     Gemma team 2025, Gemma 3n model card; the statistical top-k: You et al. 2025, Spark
@@ -20,12 +20,12 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 class SparseMLP(MLP):
-    """A gated MLP that cuts a share of each token's gates to 0 before the activation."""
+    """Gated MLP that sets a share of each token's gates to 0 before the activation."""
 
     def __init__(
         self, *sizes: Any, sparsity: float, axis: Axis = SINGLE, **options: Any
     ) -> None:
-        """Allocate the layer, see ``MLP``; ``sparsity`` is the share of gates that are cut."""
+        """Allocate the layer as ``MLP``; ``sparsity``: share of gates that are set to 0."""
         super().__init__(*sizes, axis=axis, **options)
         self.axis, self.quantile = axis, normal_quantile(sparsity)
 
@@ -35,7 +35,7 @@ class SparseMLP(MLP):
 
 
 def normal_quantile(share: float) -> float:
-    """Return the number that exceeds a share of N(0, 1), rounded to float32 as in the release.
+    """Return the quantile of N(0, 1) at ``share``, rounded to float32 as in Gemma 3n's release.
 
     Args:
         share: above 0 and below 1.
@@ -46,14 +46,13 @@ def normal_quantile(share: float) -> float:
 def cut_gates(
     gate: Float[Tensor, "*B f"], quantile: float, axis: Axis = SINGLE
 ) -> Float[Tensor, "*B f"]:
-    """Return ``relu(gate - c)``, where ``c`` exceeds a share of each token's gates.
+    """Return ``relu(gate - (mean + quantile * deviation))`` for the gates of each token.
 
-    ``c`` is the mean of a token's gates plus ``quantile`` times their standard deviation.
-    All-reduces both statistics of each token, and their gradients in backward.
+    All-reduces mean and standard deviation over ``axis``, and their gradients in backward.
 
     Args:
         gate: this rank's share of each token's gates.
-        quantile: of the standard normal distribution, see ``normal_quantile``.
+        quantile: threshold in standard deviations, of ``normal_quantile``.
         axis: ranks that split the gates evenly.
     """
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))

@@ -117,7 +117,8 @@ class Shrinking:
             first = model.num_layers - shared
             chosen["num_kv_shared_layers"] = sum(i >= first for i in self.flat_layers)
         if shares := model.activation_sparsity_pattern:
-            # A few gates of the small run exceed the quantile of half of them.
+            # Half of the gates are cut: of the small run's few gates none may exceed a higher
+            # quantile.
             halved = tuple(0.5 * (shares[i] > 0) for i in self.flat_layers)
             chosen["activation_sparsity_pattern"] = halved
         if isinstance(model, T5Config):
@@ -477,8 +478,8 @@ def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
     """Return the kept layers of each stage: one or two of the real stage.
 
     Kept layers are of the kinds that the stage has, first of kinds that no earlier stage keeps;
-    a single stage keeps one layer of each kind, as do all stages of a model whose layers share
-    keys.
+    a single stage keeps one layer of each kind, and so does every stage of a model whose layers
+    share keys.
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
@@ -497,7 +498,8 @@ def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
         count = most
         if len(counts) > 1:
             count = 2 if len(stage.layers) > min(counts) else 1
-        if plan.config.model.num_kv_shared_layers:  # keys stay with the layers that read them
+        if plan.config.model.num_kv_shared_layers:
+            # Layers that read keys and the layer that computes the keys stay on one stage.
             count = max(count, len({kinds[layer] for layer in stage.layers}))
         before = [layer for layers in kept for layer in layers]
         kept.append(_choose_layers(plan, stage, count, before))

@@ -61,7 +61,7 @@ def no_work() -> Work:
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?")
 _TABLES = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_")
 _REPLICATED = ("layer_input", "altup", "laurel")
-"""Parts of layers that all tensor ranks compute alike, without messages."""
+"""Parts of layers that every tensor rank computes completely, without communication."""
 _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 
@@ -362,7 +362,9 @@ def _add_experts(
         filled = routed * together / (routed * together + 16 * local)
         wgrad = system.gemm_s(routed, outputs / expert_tp, inputs) / 0.94 / filled
         work[WEIGHT]["experts"] += wgrad + system.move_s(8 * elements) / together
-    if together > 1:  # rows are copied, so that those of an expert are next to each other
+    if together > 1:
+        # The rows of all micro-batches are copied, sorted by expert: one read and one write of
+        # 2 bytes for gradients, activations and (twice) inputs.
         width = (2 + is_gated(config.model)) * expert_size(config.model, moe) / expert_tp
         _, inputs = expert_rows(config.model, parallel, moe)
         read = routed / moe.moe_router_topk * min(inputs, moe.moe_router_topk)
@@ -508,7 +510,8 @@ def _add_moved_bytes(
         forward_bytes += 120 * inner
         backward_bytes += 240 * inner
     if "kda" in layer.mixers:
-        # In plain torch each of a chunk's 32 tokens passes over the channels of later tokens.
+        # Decayed products in plain torch: for each of the 32 tokens of a chunk, float32 keys
+        # of all later tokens of the chunk are read and written.
         inner = delta_sizes(model).values / tp
         forward_bytes += 120 * inner + 16 * 32 * inner
         backward_bytes += 240 * inner + 24 * 32 * inner

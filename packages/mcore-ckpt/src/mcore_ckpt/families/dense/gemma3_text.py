@@ -46,7 +46,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
 
 
 ROTARY = FieldRule(covers=("rotary_base_local",), read=_read, write=_write)
-"""The two rotary bases; no cap on scores."""
+"""Reads and writes the two rotary bases; scores are not capped."""
 
 FAMILY = replace(
     gemma2.FAMILY,

@@ -1,4 +1,4 @@
-"""Gemma 3n, its text model: several residual streams, vectors for each layer, sparse gates."""
+"""The text model of Gemma 3n: several residual streams, per-layer embeddings, sparse gates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,8 +10,9 @@ from mcore_ckpt.families.common.layer_types import windows
 from mcore_ckpt.families.dense import gemma2, gemma3_text, gemma4_text
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_SPARSE_LAYERS = 10  # without a pattern, the first ones of a model that has more
-_SHARE = 0.95
+_SPARSE_LAYERS, _SHARE = 10, 0.95
+"""If config.json has no pattern: the number of first layers with sparse gates, in a model with
+more layers, and the share of their gates that are cut."""
 _LAYER = {
     "altup.router_norm.weight": "altup.router_norm.weight",
     "altup.router.weight": "altup.modality_router.weight",
@@ -22,6 +23,7 @@ _LAYER = {
     "laurel.right.weight": "laurel.linear_right.weight",
     "laurel.norm.weight": "laurel.post_laurel_norm.weight",
 }
+"""Logical names of a layer's tensors of AltUp and LAuReL, and their names in the checkpoint."""
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +32,8 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(widths, list):
         if len(set(widths)) != 1 or len(widths) != normalized.get("num_hidden_layers", 35):
             raise ValueError(
-                f"config.json has intermediate_size={widths!r}, which mcore cannot represent "
-                "here: only one width for all layers, stated once or for each."
+                f"config.json has intermediate_size={widths!r}: mcore supports only one width "
+                "for all layers of gemma3n_text, as one number or once for each layer."
             )
         normalized["intermediate_size"] = widths[0]
     return normalized
@@ -90,8 +92,8 @@ def _table(description: Description) -> Table:
         for name in ("altup_projections", "altup_unembed_projections")
         for stream in range(config.altup_num_inputs - 1)
     ]
-    # Releases have keys and values of layers that read those of other layers; nothing reads
-    # these tensors.
+    # Releases have projections of keys and values also for layers that read the keys and values
+    # of another layer. No code reads these tensors.
     sharing = range(config.num_layers - config.num_kv_shared_layers, config.num_layers)
     unread = (
         f"model.layers.{layer}.self_attn.{name}.*"

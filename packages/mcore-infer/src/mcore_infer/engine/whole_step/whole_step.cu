@@ -17,7 +17,7 @@
 // row's keys, at most), STAGES (of the ring), CODES (whether weights are e4m3), TALL (outputs
 // that share a scale; 0: all), DRAFTS (whether rows may be of one request), EPSILON, OFFSET (of
 // norms' weights), SCALE (of scores), RANKS (that split the weights), BUFFERS (of partial
-// sums) and PATIENCE (clock cycles to wait for the other ranks).
+// sums) and TIMEOUT_CYCLES (clock cycles to wait for the other ranks).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -51,15 +51,15 @@ struct Step {
   const float *cos, *sin;             // [ROWS, H / 2]
   const long long *tables, *lengths;  // [ROWS, table_size], [ROWS]
   long long table_size, num_layers, rank;
-  u32* exchanges;     // number of exchanges before this step, the same on all ranks; changed
-  u64* inbox[RANKS];  // of each rank: [BUFFERS, RANKS, D / 16, 8, ROWS, 2]
+  u32* exchanges;     // number of exchanges before this step, equal on all ranks; increased
+  u64* inbox[RANKS];  // each rank's memory: [BUFFERS, RANKS, D / 16, 8, ROWS, 2]
 };
 
 // --- instructions -------------------------------------------------------------------------
 
 #define DEVICE __device__ __forceinline__
 
-// The driver prints the message; the next call of the host raises.
+// The driver prints the message, and the next CUDA call of the host raises an error.
 extern "C" __device__ void __assertfail(const char* message, const char* file, u32 line,
                                         const char* function, size_t char_bytes);
 
@@ -575,8 +575,8 @@ DEVICE float2 factors(const float* scales, int n, int other) {
   return {scales[TALL ? n / max(1, TALL) : 0], scales[TALL ? other / max(1, TALL) : 0]};
 }
 
-// A partial sum and the number of its exchange are one word, written and read as a whole. A reader
-// thus needs no other flag, and the writer no fence (NCCL's protocol LL does the same).
+// A partial sum (low 32 bits) and the number of its exchange (high 32 bits) are one word, which is
+// written and read atomically. So no flag and no fence are needed (as in NCCL's protocol LL).
 DEVICE void send(u64* to, u32 exchange, float2 sum) {
   const u64 stamp = (u64)exchange << 32;
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};"
@@ -596,8 +596,9 @@ DEVICE float2 receive(const u64* from, int stride, u32 exchange) {
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       is_complete &= words[r][0] >> 32 == exchange && words[r][1] >> 32 == exchange;
-    // One thread has less patience, and ends the kernel for all: mostly one line is printed.
-    if (!is_complete && clock64() - begin > PATIENCE * (thread() || blockIdx.x ? 2 : 1))
+    // One thread times out before the others and ends the kernel, so that usually one line is
+    // printed.
+    if (!is_complete && clock64() - begin > TIMEOUT_CYCLES * (thread() || blockIdx.x ? 2 : 1))
       __assertfail("partial sums of another tensor rank arrive", "whole_step.cu", __LINE__,
                    "receive", 1);
   }
@@ -610,8 +611,9 @@ DEVICE float2 receive(const u64* from, int stride, u32 exchange) {
 
 // Multiply, add the partial sums of all ranks, and add the result to the residual stream, which is
 // equal on all ranks. A block exchanges its tiles with the same block of the other ranks only.
-// Exchanges alternate between buffers: a rank writes those of exchange n + 2 after it has received
-// exchange n + 1 of all ranks, which they sent after they had read exchange n.
+// Exchanges alternate between two buffers. No sum is overwritten before it is read: a rank writes
+// exchange n + 2 after it has received exchange n + 1 from all ranks, and each of them had read
+// exchange n before it sent exchange n + 1.
 template <int K>
 DEVICE void join_ranks(const Step& step, const float* scales, Ring& ring, u32 given, float* sums,
                        u32 exchange) {
@@ -629,7 +631,7 @@ DEVICE void join_ranks(const Step& step, const float* scales, Ring& ring, u32 gi
       send(step.inbox[r] + at, exchange, make_float2(sum.x * known.x, sum.y * known.y));
   };
   multiply<D, K>(ring, given, sums, begin, end);
-  // Four tiles of this block at once, by 64 threads each.
+  // Threads receive four tiles of this block at once, 64 threads for each: 8 rows x 8 inputs.
   const u64* inbox = step.inbox[0];
 #pragma unroll
   for (int r = 1; r < RANKS; r++) inbox = step.rank == r ? step.inbox[r] : inbox;

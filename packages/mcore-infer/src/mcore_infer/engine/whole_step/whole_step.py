@@ -7,7 +7,7 @@ Embedding, last norm and head run in torch. NVRTC, a dependency of torch, compil
 for the sizes of a model. Imported only if tensors are on a GPU.
 
 Tensor ranks on one host launch the kernel together and write partial sums to each other's
-memory, so that a step has no launches for its all-reduces. All ranks use the kernel, or none.
+memory, so that a step launches no all-reduces. All ranks use the kernel, or none.
 """
 
 import ctypes
@@ -53,8 +53,8 @@ MOST_ROWS = 8
 MOST_RANKS = 8
 """Most tensor ranks: the GPUs of one host."""
 BUFFERS = 2
-"""Buffers of partial sums that exchanges take in turn, see ``join_ranks`` in whole_step.cu."""
-_PATIENCE = 20_000_000_000
+"""Buffers of partial sums, which exchanges use in turn (``join_ranks`` in whole_step.cu)."""
+_TIMEOUT_CYCLES = 20_000_000_000
 """Clock cycles after which a wait for another rank ends with an error: about 10 s."""
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WARPS, _COPIERS = 8, 4
@@ -85,7 +85,8 @@ def whole_step(
     """Return a runner of the steps of ``inputs``; None: the kernel does not support them.
 
     Runs one step of ``inputs`` to find failures that depend on the model's sizes. All tensor
-    ranks call it together and get a runner, or none of them does; communicates over ``tp``.
+    ranks must call this function together; it communicates over ``tp``, and either all ranks
+    get a runner or none.
     """
     device, tp = inputs.tokens.device, model.tp
     if any_rank([not _supports(model, cache, inputs)], tp)[0]:
@@ -104,7 +105,7 @@ def whole_step(
 
 
 def _supports(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> bool:
-    """Whether the kernel supports the device, model and rows; no communication."""
+    """Return whether the kernel supports the device, model and rows; no communication."""
     capability = torch.cuda.get_device_capability(inputs.tokens.device)
     if capability < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
         return False
@@ -181,19 +182,19 @@ class WholeStep:
 
 
 class Inboxes:
-    """Memory of each tensor rank in which the other ranks write partial sums.
+    """Memory of each tensor rank to which the other ranks write partial sums.
 
     Attributes:
-        pointers: of the number of exchanges so far, and of all ranks' memories, in rank order;
-            nulls for one rank.
+        pointers: addresses of this rank's number of exchanges so far, and of all ranks' inboxes
+            in rank order; zeros for one rank.
     """
 
     def __init__(self, num_words: int, tp: Axis, device: torch.device) -> None:
-        """Allocate ``num_words`` of 64 bits on each rank, and exchange their addresses.
+        """Allocate an inbox of ``num_words`` words of 64 bits; exchange addresses over ``tp``.
 
         Raises:
-            RuntimeError: on all ranks, if they are on several hosts, or a rank has no
-                symmetric memory.
+            RuntimeError: on all ranks, if they are on several hosts, or if a rank cannot
+                allocate symmetric memory.
         """
         self.pointers = [0, 0]
         if tp.size == 1:
@@ -201,15 +202,17 @@ class Inboxes:
         if len(set(gather_json(socket.gethostname(), tp))) > 1:
             raise RuntimeError("the tensor ranks are on several hosts")
         with raise_on_all_ranks(tp):
-            memory = import_module("torch.distributed._symmetric_memory")
-            own = memory.empty(num_words, dtype=torch.int64, device=device)
-            own.zero_()  # the number of an exchange that never is
+            symmetric = import_module("torch.distributed._symmetric_memory")
+            inbox = symmetric.empty(num_words, dtype=torch.int64, device=device)
+            inbox.zero_()  # exchanges are counted from 1, so that 0 is the number of none
             torch.cuda.synchronize(device)
-        handle = memory.rendezvous(own, tp.group)
+        handle = symmetric.rendezvous(inbox, tp.group)
         exchanges = torch.zeros(1, dtype=torch.int32, device=device)
-        inboxes = [handle.get_remote_tensor(r, own.shape, own.dtype) for r in range(tp.size)]
+        inboxes = [
+            handle.get_remote_tensor(rank, inbox.shape, inbox.dtype) for rank in range(tp.size)
+        ]
         self.pointers = [tensor.data_ptr() for tensor in (exchanges, *inboxes)]
-        self._held = own, handle, exchanges, inboxes
+        self._kept_alive = inbox, handle, exchanges, inboxes
 
 
 class _Kernel:
@@ -288,7 +291,7 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "SCALE": float(block.attention.score_scale or head_dim(config) ** -0.5),
         "RANKS": model.tp.size,
         "BUFFERS": BUFFERS,
-        "PATIENCE": _PATIENCE,
+        "TIMEOUT_CYCLES": _TIMEOUT_CYCLES,
     }
     free_bytes = _SHARED_BYTES - _other_shared_bytes(sizes)
     return {**sizes, "STAGES": min(_MOST_STAGES, free_bytes // _STAGE_BYTES)}
@@ -416,7 +419,8 @@ def _trial(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield results of the kernel and of torch for steps of two layers.
 
-    Communicates over ``tp`` before it yields: a difference on one rank ends the trial there.
+    Communicates over ``tp`` before the first result is yielded, because a rank whose results
+    differ stops reading them.
     """
     config = TransformerConfig(
         num_layers=2,
@@ -433,14 +437,14 @@ def _trial(
     model.to_empty(device=device)
     results = []
     with torch.no_grad():
-        # Normal numbers, not waves: sums of waves cancel each other or resonate, so that the
-        # layers in bfloat16 are off by up to half of the largest element themselves.
-        shared, own = (torch.Generator(device).manual_seed(n) for n in (0, 1 + tp.rank))
+        # Normal numbers instead of ``wave``, whose sums cancel or grow so that torch's layers
+        # in bfloat16 have errors of up to half of the largest element.
+        of_all, of_rank = (torch.Generator(device).manual_seed(n) for n in (0, 1 + tp.rank))
         for weight in model.parameters():
             if weight.dim() > 1:  # split over tp
-                weight.normal_(0, 0.1, generator=own)
+                weight.normal_(0, 0.1, generator=of_rank)
             else:
-                weight.normal_(1, 0.1, generator=shared)
+                weight.normal_(1, 0.1, generator=of_all)
         use_few_rows_gemm(model)
         if in_codes:
             _to_codes(model, tall)
@@ -459,9 +463,10 @@ def _trial(
             ]
             inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
             for held in pages:
-                held.normal_(generator=own)
+                held.normal_(generator=of_rank)
             hidden = whole.hidden()
-            bits = hidden.view(torch.int32)[None]  # NCCL has no int16
+            # All ranks must have the same bits; compared as int32, as NCCL has no int16.
+            bits = hidden.view(torch.int32)[None]
             results.append((bits.expand(tp.size, -1, -1, -1), all_gather(bits, tp)))
             written = [held.clone() for held in pages]
             results.append((hidden, model(inputs.tokens, inputs.positions, cache)[0]))
