@@ -899,3 +899,17 @@ def test_a_check_takes_experts_of_any_width_and_says_whose_a_failure_is(tmp_path
             with pytest.raises(CheckpointError, match=message):
                 convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", checked)
         assert not (tmp_path / "no").exists()
+
+
+def test_a_check_of_a_16_bit_minimax_ignores_its_rounded_decays(tmp_path):
+    sizes = {"block_size": 32, "intermediate_size": 6, "num_local_experts": 3}
+    kinds = ["linear_attention"] * ODD["num_hidden_layers"]
+    config = transformers.MiniMaxConfig(**{**ODD, **HEADS, **sizes, "layer_types": kinds})
+    model = transformers.MiniMaxForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.bfloat16().save_pretrained(tmp_path / "hf")
+    checked = ConvertOptions(check=True)
+    report = convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", checked)
+    assert report.logits_differ_by < 1e-5

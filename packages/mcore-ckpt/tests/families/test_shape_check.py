@@ -1,6 +1,7 @@
 """A config.json of other sizes is refused in every family, whatever the names are."""
 
 import json
+import re
 from math import prod
 
 import pytest
@@ -301,8 +302,13 @@ def test_fields_that_a_family_derives_others_from_are_named_if_they_are_absent()
     ):
         with pytest.raises(ValueError, match=rf"config\.json lacks {absent}"):
             described(name, **changes)
-    with pytest.raises(ValueError, match=r"intermediate_size=\[12\]"):
-        described("gemma3n_text", intermediate_size=[12])
+
+
+def test_gemma3n_has_a_width_and_a_share_for_each_layer():
+    shares = "activation_sparsity_pattern"
+    for field, value in (("intermediate_size", [12]), (shares, [0.5]), (shares, 0.5)):
+        with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}")):
+            described("gemma3n_text", **{field: value})
 
 
 def test_a_family_of_someone_elses_says_nothing_about_shapes():

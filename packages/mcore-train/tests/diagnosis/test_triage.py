@@ -518,6 +518,8 @@ MESSAGES = {
     "Cuda failure 2 'out of memory'": "out_of_memory",
     "srun: error: node3: task 12: Out Of Memory": "host_memory",
     "Memory cgroup out of memory: Killed process 4242 (python)": "host_memory",
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 40.0 GiB": "host_memory",
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory": "program",
     "Killed": "killed",
     "HTTPError: 401 Client Error: Unauthorized for url: https://hub/x": "permission",
     "ValueError: loss is nan at iteration 30": "nan",

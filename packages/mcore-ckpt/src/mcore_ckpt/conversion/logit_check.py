@@ -112,10 +112,22 @@ def _their_logits(
     # transformers' grouped GEMMs of experts require widths that are multiples of 16 bytes.
     config._experts_implementation = "eager"
     model = auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    _recompute_decays(model)
     decoder_input = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}
     with torch.no_grad():
         output = model(tokens, **decoder_input)
         return (output.logits if has_logits else output[0]).float()
+
+
+def _recompute_decays(model: torch.nn.Module) -> None:
+    """Compute the decays of lightning attention, which a 16-bit folder holds rounded."""
+    names = ("query_decay", "key_decay", "diagonal_decay")
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "slope_rate")]
+    for layer in layers:
+        slopes = layer.get_slope_rate()
+        layer.slope_rate.copy_(slopes)
+        for name, decay in zip(names, layer.decay_factors(slopes), strict=True):
+            getattr(layer, name).copy_(decay)
 
 
 def _our_logits(

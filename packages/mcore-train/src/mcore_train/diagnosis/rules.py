@@ -324,8 +324,9 @@ RULES: tuple[Rule, ...] = (
     _root(
         "host memory",
         "host_memory",
-        r"(?:^|\W)MemoryError\b|can't allocate memory|Cannot allocate memory|std::bad_alloc|"
-        r"out of shared memory|insufficient shared memory|unable to (?:mmap|allocate shared)|"
+        r"(?:^|\W)(?:_Array)?MemoryError\b|can't allocate memory|Cannot allocate memory|"
+        r"std::bad_alloc|out of shared memory|insufficient shared memory|"
+        r"unable to (?:mmap|allocate shared)|"
         r"DataLoader worker \(pid \d+\) is killed by signal: (?:Bus error|Killed)",
         "Use fewer --num-workers or ranks on a host, --no-async-save, a larger /dev/shm, or "
         "more memory for the job.",
@@ -501,7 +502,7 @@ RULES: tuple[Rule, ...] = (
     _root(
         "exception",
         "program",
-        rf"{_EXCEPTION}(?:[A-Z]\w*(?:Error|Exception|Exit))\b(?::|$)",
+        rf"{_EXCEPTION}(?:_?[A-Z]\w*(?:Error|Exception|Exit)|OutOfResources)\b(?::|$)",
     ),
     _root(
         "exit code",

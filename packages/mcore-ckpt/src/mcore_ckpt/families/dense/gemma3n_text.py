@@ -45,6 +45,11 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     shares = fields.maybe("activation_sparsity_pattern")
     if shares is None:
         shares = [_SHARE] * num_sparse + [0.0] * (depth - num_sparse)
+    if not isinstance(shares, list) or len(shares) != depth:
+        raise ValueError(
+            f"config.json has activation_sparsity_pattern={shares!r}: it must be a list of one "
+            f"share for each of num_hidden_layers, {depth}."
+        )
     return {
         "per_layer_embedding_vocab_size": rows,
         "activation_sparsity_pattern": list(map(float, shares)) if any(shares) else [],
