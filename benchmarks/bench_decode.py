@@ -1,16 +1,20 @@
-"""Time writing text with random weights: one stream, batches, offline throughput.
+"""Times decoding with random weights: one stream, batches, offline throughput.
 
     python benchmarks/bench_decode.py --name decode-llama-3-8b-h200 --geometry llama-3-8b
 
 One line a case: tokens per second over all requests while all of them write (prompts are
 read before; no log probabilities), the roofline of one stream: bytes of weights over the
 memory's bandwidth, and the time from a prompt to its first token.
-``--offline N`` times N requests from their prompts to their last token; those that the cache
-does not hold together wait. ``qwen3-30b-a3b`` and other geometries of ``mcore-models list``
-are built by name. ``--method`` rounds the
-weights to the nearest first, ``--transformers N`` lets its ``generate`` write N tokens in the
-same run, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
-``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
+
+- ``--geometry``: sizes of a model of ``mcore-models list``, such as ``qwen3-30b-a3b``.
+- ``--offline N``: also times N requests from their prompts to their last token; requests for
+  which the cache has no room wait.
+- ``--method``: rounds the weights to a quantized format first.
+- ``--kv-cache-dtype fp8``: stores keys and values in fp8.
+- ``--by-layers``: also times small batches without the whole-step kernel.
+- ``--transformers N``: also times N tokens of transformers' ``generate``.
+
+Under ``torchrun`` the ranks split every matrix; rank 0 prints, and bytes are those of one rank.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from reporting import add_options, keep, quantiles, versions
@@ -26,6 +31,7 @@ from reporting import add_options, keep, quantiles, versions
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
 from mcore_infer.engine.limits import Fp8Cache
+from mcore_infer.engine.whole_step import whole_step
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
@@ -86,6 +92,11 @@ def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
     for batch in options.batches:
         row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
         say(batch, row["cases"][f"batch {batch}"], flush=True)
+    small = [b for b in options.batches if options.by_layers and b <= whole_step.MOST_ROWS]
+    for batch in small:
+        with patch.object(whole_step, "MOST_ROWS", 0):
+            row["cases"][f"batch {batch} by layers"] = measure(model, options, batch, vocab)
+        say("by layers", batch, row["cases"][f"batch {batch} by layers"], flush=True)
     if options.offline:
         row["cases"]["offline"] = measure_offline(model, options, vocab)
         say("offline", row["cases"]["offline"], flush=True)
@@ -320,6 +331,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--method", choices=METHODS, default="")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--by-layers", action="store_true", help="also without whole_step")
     parser.add_argument("--split", action="store_true", help="also by kernel")
     parser.add_argument("--first-token", type=int, default=4096, help="of this prompt; 0: none")
     parser.add_argument("--prompt-tokens", type=int, default=128)

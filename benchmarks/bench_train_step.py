@@ -141,7 +141,7 @@ def device_fills(
 
 
 def chosen_flags(run: Run) -> list[str]:
-    """Return what a run chose on its GPU beyond its flags: the sums of experts' gradients."""
+    """Return the flags that a run chose on its GPU (``--moe-wgrad-micro-batches``)."""
     chosen = run.plan.expert_wgrads
     return ["--moe-wgrad-micro-batches", str(chosen.num_together)] if chosen else []
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs that need four or eight H200s of one host, most valuable first; one JSON line each under
-# benchmarks/results.
+# Runs benchmarks that need four or eight H200s of one host, the most important first, and writes
+# one JSON line each under benchmarks/results.
 #
 #   benchmarks/many_gpus.sh [--world 8|4|2] [--minutes 10] [--output DIR] [--only PATTERN] [--list]
 #
-# --world 2 rehearses the same flags with fewer layers; lines.sh tells how a line is run. A peer
-# that is not installed is left out.
+# --world 2 rehearses the same flags with fewer layers. lines.sh describes how a line is run. If
+# megatron-core is not installed, its lines are left out.
 set -u
 world=4
 . "$(dirname "$0")/lines.sh"
@@ -15,7 +15,7 @@ step() {  # NAME LIMIT_S FLAGS...: a training step
   launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
     --steps "${steps:-$usual_steps}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" -- $common "$@"
 }
-ways() {  # NAME LIMIT_S WORDS...: steps of one model in several ways, by one start
+ways() {  # NAME LIMIT_S WORDS...: steps of one model with several sets of flags, in one process
   local name=$1 limit=$2; shift 2
   launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_ways.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
     --steps "${steps:-$usual_steps}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" "$@"
@@ -24,7 +24,7 @@ peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   local name=$1 limit=$2; shift 2
   [[ $name =~ $only ]] || return
   "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
-  # torch's cuDNN before another one of the host, which Transformer Engine would take.
+  # Transformer Engine would load the host's cuDNN: torch's comes first.
   local cudnn; cudnn=$("$PY" -c "import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
   CUDNN_HOME=$cudnn LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
 }
@@ -48,7 +48,7 @@ esac
 static="--moe-expert-rows-limit $limit --cuda-graph-impl full_iteration --cuda-graph-warmup-steps"
 experts="--use-distributed-optimizer --expert-model-parallel-size $world"
 
-# The 8B beside megatron-core, bf16 and fp8.
+# Llama-3-8B compared with megatron-core, bf16 and fp8.
 peer_steps="--accumulate 4 --num-layers $peer_layers --warmup $usual_warmup --steps $usual_steps"
 step "llama-3-8b-$at-dp" 150 $llama $small $zero --global-batch-size $((4 * world))
 peer "megatron-core-llama-3-8b-$at-dp" 150 $peer_steps
@@ -65,7 +65,7 @@ warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "allgather: --moe-t
   -- $common --recipe recipes/model/mixtral-8x7b.toml $mixtral_layers --seq-length 4096 $experts \
   --global-batch-size $((4 * world)) --moe-router-force-load-balancing  # an even choice, as the peer's
 [ "$world" -eq 8 ] && step "deepseek-v2-lite-$at-ep" 150 --model deepseek-v2-lite --seq-length 4096 $experts --global-batch-size 64
-# Muon's step and AdamW's, on the whole 8B.
+# Steps of Muon and AdamW, on all layers of Llama-3-8B.
 launch "optimizers-llama-3-8b-$at" 150 "$world" benchmarks/bench_optimizers.py time --name "optimizers-llama-3-8b-$at" \
   --cases adam muon --warmup 2 --steps 6 --train-steps 3 --output "$out" --commit "$COMMIT" -- ${small:---num-layers 32} --global-batch-size $((4 * world))
 # 30B and 70B; the layout of 70B over eight is the planner's first one without offloading.
@@ -98,7 +98,7 @@ for ranks in 1 2 4 8; do
   warmup=8 step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 $qwen --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-token-dispatcher-type allgather $static 4
 done
 unset ranks
-# Text over tensor ranks, in fp8, and a server under load.
+# Decoding over tensor ranks in fp8, and a server under load.
 for size in 8b 70b; do
   launch "decode-llama-3-$size-fp8-$at-tp" 180 "$world" benchmarks/bench_decode.py --name "decode-llama-3-$size-fp8-$at-tp" \
     --geometry llama-3-$size --method fp8 --kv-cache-dtype fp8 --batches 1 32 --offline 256 --offline-tokens $offline --output "$out" --commit "$COMMIT"
@@ -116,13 +116,13 @@ if [ "$world" -eq 2 ]; then  # no rehearsal: the longest sequence of the whole 8
   warmup=1 steps=1 profiled=0 step "llama-3-8b-262k-$at-cp" 280 $llama --seq-length 262144 --max-position-embeddings 262144 --context-parallel-size 2 --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
 fi
 unset warmup steps profiled
-if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
+if [ "$world" -eq 4 ]; then  # compared with llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
   step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
 fi
 for case in "zero dp2" "tp2 sp" "experts ep2"; do  # three trainings each, on two GPUs
   launch "determinism-$at-${case// /-}" 180 0 benchmarks/bench_determinism.py --name "determinism-$at-${case// /-}" --cases "$case" --output "$out" --commit "$COMMIT"
 done
-# Saves of experts, and faults of a rank: to the next step, and stragglers.
+# Saves of experts; time from a fault of a rank to the next step.
 launch "checkpoint-qwen3-30b-$saved-layers-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$saved-layers-$at-ep" \
   --folder "${TMPDIR:-/tmp}/many-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
   $qwen --num-layers "$saved" $experts --global-batch-size "$world"

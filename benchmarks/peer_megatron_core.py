@@ -5,9 +5,9 @@
 Llama-3-8B geometry, data parallel with its sharded optimizer, both overlaps, native fused
 loss and fused attention, no fusion of gradient accumulation (that needs apex), garbage
 collected by hand. Needs megatron-core and transformer-engine; nothing here uses mcore.
-Where a host has a second cuDNN, set CUDNN_HOME to torch's, site-packages/nvidia/cudnn, and put
-its lib first on LD_LIBRARY_PATH, as many_gpus.sh does: otherwise Transformer Engine takes the
-system's, and torch refuses it, or attention is not fused. One of the two alone did not help.
+If a host has a second cuDNN, set CUDNN_HOME to torch's, site-packages/nvidia/cudnn, and put its
+lib first on LD_LIBRARY_PATH, as many_gpus.sh does; one of the two alone did not suffice.
+Otherwise Transformer Engine loads the host's, and torch refuses it or attention is not fused.
 Rank 0 prints one JSON line with the keys of bench_train_step.
 """
 

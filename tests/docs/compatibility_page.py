@@ -26,7 +26,7 @@ Checkpoints and datasets that a released version has written load in all later v
 
 `nox -s tests_newest` runs the default suite on Python 3.11 and 3.13 with the newest torch. Last
 run on Python 3.13.0, torch 2.15 and Triton 3.9, without the tests of house and docs: 4 937 of
-4 938 pass. The other one ends as torch.compile warns of Python 3.13.0 and asks for 3.13.1.
+4 938 pass. One fails because torch.compile warns that Python 3.13.0 must be 3.13.1 or later.
 """
 
 

@@ -44,14 +44,13 @@ transformers, unless its config.json has `output_router_logits`: only then does 
 add the loss that `router_aux_loss_coef` weighs. A run that loads experts logs which balancing
 loss is on and where it comes from.
 
-`--moe-wgrad-micro-batches`, which Megatron-Core does not have, is `auto`: on GPUs in bf16 a
-run may add the weight gradients of experts for 2, 4 or 8 micro-batches in one GEMM, if the
-planner predicts a step at least 2 % faster that fits in 93 % of the memory. The header of a run
-has the number and the reason. On CPUs the number is 1, and every number gives the same bits
-there: `mcore-train verify` computes the small run of a layout to which this applies with two
-micro-batches together, so the proof that the layout equals one rank covers such sums. On a GPU
-one sum over several micro-batches rounds differently from a sum of their gradients, within the
-bounds of bf16: give 1 to compare runs bit for bit over GPUs with different memory.
+`--moe-wgrad-micro-batches`, which Megatron-Core does not have, is `auto`
+([when a number above 1 is chosen](experts.md)). The sum of weight gradients is rounded so:
+
+- On CPUs every number gives the same bits. `mcore-train verify` therefore adds two
+  micro-batches together in the small run of a layout for which `auto` may choose several.
+- On GPUs in bf16 one GEMM over several micro-batches rounds differently from a sum of their
+  gradients. Set the number to compare runs bit for bit on GPUs with different memory.
 
 Tokenizer types that give other ids than Megatron-Core's, compared with its version 0.19:
 

@@ -50,29 +50,23 @@ compressed-tensors are [read](deployment.md). Of models that see, the text model
 LEFT_OUT = """
 ## Not supported, and why
 
-Transformers has this model, which needs layers that no other family here has:
-
-- **Gemma 3n** (`gemma3n_text`): four residual streams, which a small router predicts before
-  each layer and corrects after it (AltUp). All that passes between layers, pipeline stages
-  and recomputed groups would have another shape. Also missing: a branch of low rank beside
-  attention (LAuReL), and activations cut at a quantile of each token, over tensor ranks.
-  Vectors for each layer and shared keys exist, as in Gemma 4.
-
-Of supported models:
+Parts of supported models:
 
 - `deepseek_v32`: the indexer, which selects the keys of sparse attention, is converted and
   used, in training too, but not trained: the model trains on the keys that a frozen indexer
-  selects. The indexer's loss is its divergence from the attention weights of all heads
-  (arXiv:2512.02556, equations 3 and 4). Fused kernels do not return these weights, so every
-  head's scores are computed again, and backward needs the indexer's products of queries and
-  keys: tokens x tokens x 64 heads, 4 GiB a layer for 4,096 tokens, and 4 TiB for the 131,072
-  that its training used. It needs a kernel first that never stores them. transformers 5.23
-  has no such loss to compare with.
+  selects. The indexer's loss (arXiv:2512.02556, equations 3 and 4) compares its scores with
+  the attention weights of all heads, which fused kernels do not return. Without a kernel of
+  its own, backward would store tokens x tokens x 64 products a layer: 4 GiB for 4,096 tokens,
+  4 TiB for the 131,072 of its published training. transformers 5.23 does not have this loss.
+- `gemma3n_text`: the first residual stream is the one that layers transform, and all layers are
+  equally wide, as released. Training does not bound the coefficients of AltUp
+  (`altup_coef_clip`, 120, copied). A layer that reads another layer's keys is on the same
+  pipeline stage.
 - `kimi_linear`: its delta rule runs in plain torch, also on a GPU; other recurrent layers
   have kernels in Triton.
-- `minimax`: the releases rotate half of each head (`rotary_dim`), and so does mcore;
-  transformers 5.23 rotates whole heads, so that `--check` finds other logits. Decays of
-  lightning attention, which transformers stores, are computed and not written.
+- `minimax`: mcore rotates half of each head (`rotary_dim`), as the releases do; transformers
+  5.23 rotates whole heads, so `--check` reports different logits. An export has no tensors of
+  decays, which transformers stores and the config determines.
 - `phimoe`: training chooses experts as inference does. The release sampled them, with a
   gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
   factors, as the release does; transformers 5.23 stays with the short ones.

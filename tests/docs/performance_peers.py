@@ -16,9 +16,9 @@ Place = tuple[str, ...]
 BANDWIDTH = 4.8e12
 """Bytes a second of an H200's memory, from NVIDIA's data sheet."""
 FP8_FLOPS, ATTENTION_FLOPS = 1330e12, 580e12
-"""Operations a second of long GEMMs in fp8, and of flash-attn-4 over 4 096 tokens."""
+"""Operations/s of long GEMMs in fp8, and of flash-attn-4 over 4 096 tokens."""
 LAYER_WEIGHTS, HEAD_WEIGHTS = 6_979_321_856, 525_336_576
-"""Of the matrices of Llama-3-8B."""
+"""Weights in the matrices of all layers of Llama-3-8B, and in its head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +114,10 @@ def _serving_in_fp8() -> list[Comparison]:
         "offline 512x128x2048": "512 requests of 128 + 2 048 tokens, fp8, tokens/s",
         "offline 512x1000x1000": "512 requests of 1 000 + 1 000 tokens, fp8, tokens/s",
     }
-    own = {"offline 512x128x2048": "offline"}
+    our_cases = {"offline 512x128x2048": "offline"}  # other cases have the peer's names
     rows = [
         Comparison(
-            work=work, key="tokens_per_s", ours=(ours, "cases", own.get(case, case)),
+            work=work, key="tokens_per_s", ours=(ours, "cases", our_cases.get(case, case)),
             peer="vLLM 0.25.1", theirs=(theirs, "cases", case), goal="1.25 times the peer",
             factor=1.25, of=(theirs, "cases", case), limit=_offline_limit(case),
         )
@@ -136,7 +136,10 @@ def _serving_in_fp8() -> list[Comparison]:
 
 
 def _offline_limit(case: str) -> float | None:
-    """Tokens a second if a GPU only reads keys and values and multiplies, in fp8."""
+    """Return the tokens/s of a GPU that only reads keys and values and runs GEMMs, in fp8.
+
+    None for cases that are not ``offline REQUESTSxPROMPTxNEW``.
+    """
     if not case.startswith("offline"):
         return None
     requests, prompt, new = map(int, case.split()[1].split("x"))
@@ -266,22 +269,22 @@ MISSES: Sequence[tuple[str, Place | None, str]] = (
         "Qwen3-30B-A3B, 20 layers, 4 GPUs: 400 TFLOP/s",
         _EXPERTS,
         """Weight gradients of four micro-batches in one GEMM (`--moe-wgrad-micro-batches 4`)
-        make a step of one GPU 1.14 times as fast; they were not run on four. There an expert
-        has four times the rows, fixed numbers of rows are kept whole, and the planner expects
-        1 % for 42 GiB, so `auto` stays at 1. It expects 5 % of `--micro-batch-size 2` and 8 %
-        of 4, which halve and quarter exchanges and main-gradient traffic without copies.""",
+        make a step of one GPU 1.14 times as fast; they were not run on four. On four GPUs an
+        expert has four times the rows, and all of the fixed number of rows are stored: the
+        planner predicts a gain of 1 % for 42 GiB, so `auto` is 1. For `--micro-batch-size 2`
+        and 4 it predicts gains of 5 % and 8 %: half and a quarter of the exchanges and of the
+        traffic of main gradients, without copies.""",
     ),
     (
         "fp8 experts over bf16, whole step: 1.20 (Qwen3-30B-A3B) and 1.25 (Mixtral)",
         None,
         """1.05 and 1.14. Weights' gradients, a third of the FLOPs, are GEMMs in bf16. Of the
         25.2 ms of a layer of Mixtral's sizes GEMMs take 19.8 and casts 4.3
-        (`moe-layer-fp8-main-grads-h200`). In fp8 they would take half of 53 ms of Mixtral's
-        300, by FLOPs. But both factors need columns scaled and transposed by expert, 3 to 5
-        bytes a number moved (4 to 6 ms), and torch's GEMM returns bf16, which is added to the
-        main gradients in a pass of its own (10 ms, or 2.5 with four micro-batches together):
-        some 1.20 at best, and gradients rounded to e4m3. Qwen3 would gain nothing: 15 ms of
-        GEMMs for 16 of casts. Not built.""",
+        (`moe-layer-fp8-main-grads-h200`). Weight gradients in fp8 were estimated and not built:
+        in Mixtral's step of 300 ms they would save half of 53 ms, and cost 4 to 6 ms to scale
+        and transpose both factors by expert, and 10 ms to add torch's bf16 result to the main
+        gradients (2.5 with four micro-batches together). That is 1.20 at best, with gradients
+        rounded to e4m3. Qwen3 would save 15 ms of GEMMs and need 16 of casts.""",
     ),
     (
         "a prompt of 4 096 tokens of Llama-3-8B to its first token, bf16: 80 ms",
@@ -296,15 +299,16 @@ MISSES: Sequence[tuple[str, Place | None, str]] = (
         "the same prompt in fp8: 50 ms, and no later than vLLM",
         None,
         """80.6 ms, of which kernels take 54 (GEMMs 37, attention 7, casts of activations 5):
-        the host launches some 25 kernels a layer and is slower than the GPU. vLLM, which
-        records and compiles prompts, takes 64.7 (`decode-llama-3-8b-fp8-beside-vllm-h200`).""",
+        the host launches some 25 kernels a layer and is slower than the GPU. vLLM compiles
+        prompt steps and runs them as CUDA graphs, and takes 64.7 ms
+        (`decode-llama-3-8b-fp8-beside-vllm-h200`).""",
     ),
     (
         "1 and 8 texts in fp8: 1.25 times vLLM",
         None,
-        """1.18 and 1.15 with keys and values in fp8, where layers run one by one: the kernel of
-        a whole step reads them in bf16 alone, and writes 453 tokens a second of one text. A
-        form of it for fp8 was wrong by 0.17 on a GPU and was removed.""",
+        """1.18 and 1.15 with keys and values in fp8, layer by layer. The whole-step kernel
+        requires keys and values in bf16; with them it writes 453 tokens/s of one text. A
+        variant that read fp8 had errors of 0.17 on a GPU and was removed.""",
     ),
     (
         "one text over four GPUs, Llama-3-8B in fp8: 700 tokens/s",

@@ -68,8 +68,8 @@ class Cause:
     gib: float = 0.0
     """Peak memory that the cause adds."""
     replaced: str = ""
-    """Commit that replaced the code that was timed, a descendant of the commit that added the
-    row's file; empty: the row belongs to the comparison."""
+    """Commit that replaced the timed code, later than the commit that added the row's file;
+    empty: the row belongs to the comparison."""
 
 
 _HOSTS = (
@@ -121,8 +121,8 @@ OUTLIERS = {
         replaced="d903233b",
     ),
     "qwen3-30b-16-layers-h200-x2-ep2-ways: symmetric": Cause(
-        "kernels that read the other rank's memory wait for it: 316 ms of kernels that are no "
-        "GEMM, where 129 are predicted; waits of unevenly loaded ranks are not"
+        "kernels that read the other rank's memory wait for that rank: 316 ms of kernels other "
+        "than GEMMs, 129 predicted; the planner counts no waits of unevenly loaded ranks"
     ),
     "mixtral-8x7b-3-layers": Cause(
         "without quack and flash-attn-4, of which the planner counts the latter; experts are "
@@ -226,10 +226,9 @@ _BIAS = (
 )
 _REPLACED = (
     "A row is outside the comparison if a later commit replaced the code that it timed, and no "
-    "flag brings that code back. `git show COMMIT` is the replacement, and `git log "
-    "--diff-filter=A -- benchmarks/results/FILE.json` names the earlier commit that added the "
-    "row; a test compares the two. The errors of these rows are in the last row of the first "
-    "table."
+    "flag runs that code. `git show COMMIT` prints the replacement. A test shows that the row "
+    "was added earlier (`git log --diff-filter=A -- benchmarks/results/FILE.json`). The last "
+    "row of the first table includes these rows."
 )
 _CHOICES = (
     "`dualpipev` on 4 ranks counts with a group of messages for each way, as it has now: see "
@@ -292,7 +291,7 @@ class Comparison:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the code that was timed is not in the repository any more."""
+        """Whether the code that was timed is no longer in the repository."""
         return self.is_off and bool(self.cause.replaced)
 
     @property
@@ -376,7 +375,7 @@ def _compare(
     for words in REMOVED:
         flags = flags.replace(words, "")
     command = FAMILY_COMMANDS[program]
-    flags += f" {entry.get('chosen', '')}"  # what the run chose on its GPU
+    flags += f" {entry.get('chosen', '')}"  # flags that the run chose on its GPU
     words = shlex.split(flags.replace("recipes/", f"{ROOT}/recipes/"))
     config = parse(words, f"mcore-train {program}", command.run, command.beginning)
     gpus = entry.get("num_gpus") or table.get("num_gpus") or 1
@@ -508,7 +507,7 @@ def page(rows: list[Comparison]) -> str:
 
 
 def _cause_lines(rows: Iterable[Comparison]) -> Iterator[str]:
-    """Write the errors of rows without and with their causes."""
+    """Yield a table of rows: their errors, and what is left after the known cause."""
     yield "| run | time | with the cause | memory | with the cause | why |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in rows:

@@ -70,7 +70,7 @@ def test_each_row_far_off_has_its_reason_and_few_are_off_beside_it(rows):
     assert off == ["graphs-of-layers-h200: 32 experts, 24 layers, local, cut"]  # hosts differ
 
 
-def test_code_that_a_row_timed_was_replaced_after_the_row_was_added(rows):
+def test_each_commit_that_replaced_timed_code_is_later_than_its_row(rows):
     def git(*words: str) -> str:
         done = subprocess.run(
             ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False

@@ -20,7 +20,7 @@ _READ_OTHERWISE = {
     "non_persistent_ckpt_type": "has one choice",
     "reproduce_table": "is looked for among the words of the command",
 }
-"""Options that no code names, and why."""
+"""Options that no code names, with the reason."""
 
 
 def faults(source: Source) -> list[str]:
@@ -67,16 +67,16 @@ def owners(sources: list[Source]) -> dict[str, list[str]]:
 
 
 def unread(
-    names: Iterable[str], sources: Iterable[Source], otherwise: Collection[str] = ()
+    names: Iterable[str], sources: Iterable[Source], exceptions: Collection[str] = ()
 ) -> list[str]:
-    """Return a sentence on each option that no code reads, by attribute or quoted name."""
-    read = set(otherwise)
+    """Return a sentence for each option that no code reads, by attribute or quoted name."""
+    read = set(exceptions)
     for source in sources:
         read.update(re.findall(r"\.(\w+)", source.text))
         if not source.is_config:
             read.update(re.findall(r"[\"'](\w+)[\"']", source.text))
     return [
-        f"no code reads the option {name}: read it, or take it out."
+        f"no code reads the option {name}: use it, or remove it."
         for name in sorted(set(names) - read)
     ]
 
@@ -134,5 +134,5 @@ def test_the_owner_rule_sees_a_flag_with_two_homes():
 def test_the_reading_rule_sees_an_option_that_no_code_reads():
     config = parse("dropout_rate: float = 0.0", "mcore_x/config.py")
     reader = parse("x = config.gain * table['scale']")
-    wanted = "no code reads the option dropout_rate: read it, or take it out."
+    wanted = "no code reads the option dropout_rate: use it, or remove it."
     assert unread(["dropout_rate", "gain", "scale"], [config, reader]) == [wanted]

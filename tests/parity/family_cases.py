@@ -141,6 +141,15 @@ CASES = {
         | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": 37}
         | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
     ),
+    "gemma3n_text": (
+        "Gemma3nText",
+        {**ODD, **HEADS, "num_hidden_layers": 5, "sliding_window": 5, "laurel_rank": 3}
+        | {"pad_token_id": -1}  # the last row of both tables
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+        | {"hidden_size_per_layer_input": 3, "vocab_size_per_layer_input": 41}
+        | {"num_kv_shared_layers": 3, "altup_num_inputs": 3, "final_logit_softcapping": 2.0}
+        | {"activation_sparsity_pattern": [0.8, 0.0, 0.3, 0.5, 0.0]},
+    ),
     "olmo2": ("Olmo2", {**ODD, **EVEN, "attention_bias": True}),
     "olmo3": (
         "Olmo3",
@@ -446,6 +455,7 @@ what the model does: its outer default stands."""
 HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",

@@ -137,6 +137,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "cohere",
         "phi3 longrope",
         "qwen3_next",
+        "gemma3n_text",
         "gemma4_text with vectors for each layer",
         "lfm2",
         "minimax",

@@ -39,6 +39,7 @@ LAYOUTS = {
     "qwen3-30b-a3b": ("gpt", 4, f"{CP2} {EP2} --tensor-model-parallel-size 2 {SP}"),
     "gemma-2-2b": ("gpt", 2, f"{CP2}"),
     "gemma-3-1b": ("gpt", 2, f"{TP2} {SP}"),
+    "gemma-3n-e2b": ("gpt", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
     "gemma-4-31b": ("gpt", 4, f"{CP2} --cp-comm-type a2a --pipeline-model-parallel-size 2"),
     "gemma-4-e2b": ("gpt", 4, f"{TP2} {CP2} {SP}"),
     "gpt-oss-20b": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),

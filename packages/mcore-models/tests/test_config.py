@@ -132,6 +132,13 @@ def test_switches_choose_the_activation(changes, wanted):
             {"window_size": (8, 0), "window_attn_skip_freq": "12", "num_kv_shared_layers": 1},
             "--num-kv-shared-layers 1 of --num-layers 12: a sharing layer with a window needs",
         ),
+        ({"altup_num_inputs": 4}, "--altup-num-inputs 4 .* --per-layer-embedding-size"),
+        ({"laurel_rank": 4}, "--laurel-rank 4 .* --altup-num-inputs"),
+        (
+            {"activation_sparsity_pattern": (0.5, 0.0)},
+            "--activation-sparsity-pattern 0.5 0.0 must hold one share for each of --num-lay",
+        ),
+        ({"activation_sparsity_pattern": (1.0,) * 12}, "must be at least 0 and below 1"),
         (
             {"multi_latent_attention": True, "q_lora_rank": 8, "dsa_indexer_topk": 4}
             | {"dsa_indexer_head_dim": 32},

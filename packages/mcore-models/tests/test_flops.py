@@ -280,8 +280,8 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     each = (plain.activations - two) / 2
     fuller = on(pipeline=chunks).activations
     assert fuller == pytest.approx(two + 3.5 * each, rel=1e-6)
-    # With one micro-batch every rank keeps as much, and the last rank has the logits too, which
-    # are wider than the gradient within a layer.
+    # With one micro-batch all ranks store equally many layers, and the last rank has the logits
+    # too, which are larger than the gradient within a layer.
     one = on(num_microbatches=1).activations
     logits, passing = 2 * 4096 * model.vocab_size, 2 * 4096 * 2 * 14336
     assert one == pytest.approx(two - each + logits - passing, rel=1e-6)
@@ -381,7 +381,8 @@ def test_rows_of_a_fixed_number_wait_for_the_sum_of_micro_batches(kind, limit, r
     )
     waiting = 20 * (3 * rows * 768 + 2 * tokens * 2048)
     copied = 2 * (2 * rows * 768 + tokens * 2048)
-    gradient = 2 * rows * 768 * (rows == 32)  # widest before, if rows are fixed
+    # Without copies the widest gradient in a layer is that of fc1, if rows are fixed.
+    gradient = 2 * rows * 768 * (rows == 32)
     assert two - one == 2 * 4096 * (waiting + copied - max(gradient, 256))
 
 

@@ -29,6 +29,14 @@ SMALL = {
     "init_method_std": 0.3,
 }
 LEARNED = {"position_embedding_type": "learned_absolute"}
+STREAMS = {
+    "altup_num_inputs": 3,
+    "laurel_rank": 5,
+    "per_layer_embedding_size": 4,
+    "per_layer_embedding_vocab_size": 30,
+    "activation_sparsity_pattern": (0.6, 0.0, 0.3),
+    "num_kv_shared_layers": 1,
+}
 DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "moe_layer_freq": "2"}
 
@@ -53,7 +61,7 @@ def logits(model, ids, **options):
     return model.logits(model(ids, **options)[0])[..., :VOCAB]
 
 
-@pytest.mark.parametrize("changes", [{}, LEARNED, {"window_size": (3, 0)}])
+@pytest.mark.parametrize("changes", [{}, LEARNED, STREAMS, {"window_size": (3, 0)}])
 def test_a_token_does_not_see_later_ones(changes):
     model, ids = gpt(changes), tokens()
     other = ids.clone()
@@ -171,10 +179,11 @@ def test_positions_may_begin_anew_in_each_sequence(changes):
         },
     ],
 )
-def test_recomputing_changes_no_bit(recomputing):
+@pytest.mark.parametrize(("changes", "moe"), [(DROPS, EXPERTS), (DROPS | STREAMS, {})])
+def test_recomputing_changes_no_bit(recomputing, changes, moe):
     ids, found = tokens(), []
     for config in (RecomputeConfig(), RecomputeConfig(**recomputing)):
-        model = gpt(DROPS, EXPERTS, execution=Execution(recomputing=config))
+        model = gpt(changes, moe, execution=Execution(recomputing=config))
         hidden, aux = model(ids)
         loss = model.token_losses(hidden, ids).sum() + aux
         loss.backward()
@@ -330,16 +339,41 @@ def test_it_learns_a_sequence_by_heart():
     assert loss.item() < 0.1
 
 
-def test_stages_in_a_row_are_the_whole_model():
-    whole, ids = gpt(LEARNED), tokens()
+@pytest.mark.parametrize("changes", [LEARNED, STREAMS])
+def test_stages_in_a_row_are_the_whole_model(changes):
+    whole, ids = gpt(changes), tokens()
     hidden = ids
     for stage in (
         Stage(0, range(1), has_embedding=True, has_loss=False),
         Stage(1, range(1, 1), has_embedding=False, has_loss=False),
         Stage(2, range(1, 3), has_embedding=False, has_loss=True),
     ):
-        hidden, _ = gpt(LEARNED, stage=stage)(hidden)
+        hidden, _ = gpt(changes, stage=stage)(hidden)
     torch.testing.assert_close(hidden, whole(ids)[0], rtol=0, atol=0)
+
+
+def test_a_stage_without_the_keys_of_its_layers_is_refused():
+    stage = Stage(1, range(2, 3), has_embedding=False, has_loss=True)
+    with pytest.raises(ValueError, match="--decoder-last-pipeline-num-layers 2 or more"):
+        gpt(STREAMS, stage=stage)
+
+
+def test_tokens_beyond_the_table_of_vectors_have_the_vector_of_token_0():
+    model, ids = gpt(STREAMS), torch.tensor([[0, 29, 30, 36]])
+    zeros = torch.zeros(4, 1, 24, dtype=torch.float64)
+    vectors = model.per_layer_embedding(ids, zeros)[:, 0]
+    assert torch.equal(vectors[2], vectors[0])
+    assert torch.equal(vectors[3], vectors[0])
+    assert not torch.equal(vectors[1], vectors[0])
+
+
+def test_a_token_whose_embedding_is_0_has_finite_gradients_in_all_streams():
+    model, ids = gpt(STREAMS), tokens()
+    with torch.no_grad():
+        model.embedding.weight[ids[0, 3]] = 0
+    hidden, _ = model(ids)
+    model.token_losses(hidden, ids).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_sequences_longer_than_the_positions_are_refused():
@@ -413,7 +447,12 @@ def eager_and_compiled(changes, moe):
 @pytest.mark.parity_long  # tests/alacarte compiles a GPT by default
 @pytest.mark.parametrize(
     ("changes", "moe"),
-    [({}, {}), (LEARNED | {"normalization": "LayerNorm"}, {}), ({}, EXPERTS)],
+    [
+        ({}, {}),
+        (LEARNED | {"normalization": "LayerNorm"}, {}),
+        ({}, EXPERTS),
+        (STREAMS | {"activation_sparsity_pattern": (0.6,), "num_kv_shared_layers": 0}, {}),
+    ],
 )
 def test_compiled_blocks_equal_eager_ones(changes, moe):
     (found,) = run_ranks(eager_and_compiled, 1, changes, moe, check_shapes=False)

@@ -56,6 +56,19 @@ DEEPSEEK = {
 }
 MINIMAX_LAYERS = ("full_attn", "linear_attn", "mlp")
 PUBLISHED = {
+    "gemma-3n-e4b": {"model_type": "gemma3n_text", "rms_norm_eps": 1e-6},
+    "gemma-3n-e2b": {
+        "model_type": "gemma3n_text",
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        "intermediate_size": [8192] * 30,
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 10,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "vocab_size_per_layer_input": 262144,
+    },
     "gemma-2-9b": {
         "model_type": "gemma2",
         "head_dim": 256,
@@ -343,6 +356,8 @@ def test_every_preset_has_the_published_number_of_parameters():
         "bamba-9b": 9.78,
         "qwen3-next-80b-a3b": 80,
         "deepseek-v3.2": 672,
+        "gemma-3n-e4b": 6.87,
+        "gemma-3n-e2b": 4.46,
         "gemma-4-31b": 30.7,
         "gemma-4-e2b": 2.3 + 2.35,  # without the vectors of the layers, and these
         "qwen3.5-27b": 27,

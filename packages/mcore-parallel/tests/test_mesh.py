@@ -106,6 +106,8 @@ def blocks_and_instances():
     axes = [ctx.tp_block(1), ctx.tp_block(2), ctx.tp_block(4)]
     with pytest.raises(KeyError):
         ctx.tp_block(3)
+    of_ranks = ParallelContext.of_tensor_ranks(ctx.tp, torch.device("cpu"))
+    assert (of_ranks.tp, of_ranks.tp_block(1).size, of_ranks.dp.size) == (ctx.tp, 1, 1)
     one = ParallelConfig(num_distributed_optimizer_instances=2)
     data = ParallelContext.build(one)
     assert data.data_axes() == {"dense": data.dp_cp, "expert": data.expert_dp}

@@ -158,6 +158,25 @@ def test_a_run_that_continues_with_another_batch_size_keeps_its_length_and_tells
     assert "has a batch of" not in capfd.readouterr().out  # the size of before
 
 
+def test_another_schedule_than_the_checkpoints_is_refused_once_before_ranks_start(
+    tmp_path, capfd
+):
+    words = [f"--{n.replace('_', '-')}={v}" for n, v in {**MODEL, "seq_length": 8}.items()]
+    words = ["gpt", *words, "--mock-data", "--vocab-size=64", "--num-workers=0", "--lr=0.1"]
+    words += ["--device=cpu", "--global-batch-size=4", "--save", str(tmp_path)]
+    assert main([*words, "--train-iters=2"]) == 0
+    capfd.readouterr()
+    words += ["--load", str(tmp_path), "--train-iters=3"]
+    assert main([*words, "--nproc=2"]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("mcore-train: error: the checkpoint's schedule differs from")
+    assert main([*words, "--nproc=2", "--save", "/proc/x", "--auto-resume"]) == 2
+    told = capfd.readouterr().err
+    assert "--override-opt-param-scheduler" in told  # with all other faults
+    assert "--save /proc/x cannot be made" in told
+
+
 def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
     book, save = tmp_path / "book", tmp_path / "run"
     with IndexedWriter(book, "uint16") as writer:

@@ -7,6 +7,7 @@ import transformers
 
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.text_towers import text_tower
+from mcore_ckpt.storage.index import TensorEntry
 from mcore_models.presets import load_preset
 
 EXAONE = {"model_type": "exaone4", "vocab_size": 37, "hidden_size": 16}
@@ -47,7 +48,8 @@ def test_letters_for_layers_are_refused_where_no_list_names_the_layers():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gemma2", "Gemma2"), ("gemma3_text", "Gemma3Text")]
+    ("name", "kind"),
+    [("gemma2", "Gemma2"), ("gemma3_text", "Gemma3Text"), ("gemma3n_text", "Gemma3nText")],
 )
 def test_a_gemma_that_states_no_size_has_those_of_transformers(name, kind):
     whole = getattr(transformers, f"{kind}Config")().to_dict()
@@ -70,6 +72,22 @@ def test_the_text_tower_of_a_published_gemma3_is_read():
     ):
         theirs = transformers.Gemma3TextConfig(rope_parameters=deepcopy(rope), **stated)
         assert described(stated | {"rope_parameters": rope}) == described(theirs.to_dict())
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_the_text_model_of_a_gemma_for_audio_is_read_without_its_other_parts(name):
+    parts = (
+        "embed_audio.",
+        "embed_vision.",
+        "audio_tower.",
+        "vision_tower.",
+        "language_model.",
+    )
+    tensors = {f"model.{part}norm.weight": TensorEntry((2,), "F32", ()) for part in parts}
+    text, kept = text_tower({"model_type": name, "text_config": {"hidden_size": 8}}, tensors)
+    assert text["model_type"] == f"{name}_text"
+    assert text["tie_word_embeddings"]
+    assert [*kept] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize("inner", [True, False])

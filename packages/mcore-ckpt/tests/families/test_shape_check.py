@@ -117,6 +117,10 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
+    "gemma3n_text": ROPE
+    | HEAD
+    | {"num_kv_shared_layers": 0, "laurel_rank": 3, "altup_num_inputs": 2}
+    | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 31},
     "gemma4_text": ROPE
     | HEAD
     | {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 14}
@@ -219,6 +223,7 @@ SHAPELESS = {
     ("deepseek_v3", "num_experts_per_tok"),
     ("kimi_k2", "num_experts_per_tok"),
     ("nemotron_h", "num_experts_per_tok"),
+    ("gemma3n_text", "num_kv_shared_layers"),  # 0, as twice as many
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),
     ("qwen2_moe", "intermediate_size"),
@@ -265,7 +270,10 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
 
 
 def test_a_kimi_linear_is_written_as_transformers_and_as_engines_read_it():
-    theirs = find_family("kimi_linear").to_theirs(described("kimi_linear"))
+    family = find_family("kimi_linear")
+    dense = described("kimi_linear", mlp_layer_types=["dense", "dense"])
+    assert family.to_ours(family.to_theirs(dense)) == dense
+    theirs = family.to_theirs(described("kimi_linear"))
     assert theirs["layer_types"] == ["linear_attention", "full_attention"]
     assert theirs["mlp_layer_types"] == ["dense", "sparse"]
     released = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}

@@ -138,6 +138,26 @@ def test_tensors_trained_as_a_whole_replace_the_base_with_rows_for_new_tokens(tm
         held(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_trained_without_its_tied_head_is_refused(tmp_path, is_tied):
+    config = transformers.LlamaConfig(**SIZES, **ROPE, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": is_tied}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the head is not tied
+        model = adapted(from_folder(tmp_path / "base"), ["q_proj"], **options)
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(tmp_path / "adapter")
+    if not is_tied:  # PEFT computes the head with the base's embedding
+        with pytest.raises(ValueError, match="without the head that its base ties to it"):
+            convert("hf", tmp_path / "adapter", "hf", tmp_path / "merged")
+        return
+    convert("hf", tmp_path / "adapter", "hf", tmp_path / "merged")
+    torch.testing.assert_close(scores(from_folder(tmp_path / "merged")), scores(model))
+
+
 def test_several_adapters_are_merged_by_their_factors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = transformers.LlamaConfig(**SIZES, **ROPE)

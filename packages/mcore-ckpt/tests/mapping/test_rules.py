@@ -91,8 +91,17 @@ def test_each_family_refuses_flags_that_it_cannot_say():
     plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     more = {
         name: {"embedding_multiplier": 8**0.5}
-        for name in ("gemma", "gemma2", "gemma3_text", "gemma4_text", "vaultgemma")
+        for name in (
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma3n_text",
+            "gemma4_text",
+            "vaultgemma",
+        )
     }
+    more["gemma3n_text"] |= {"altup_num_inputs": 2, "laurel_rank": 3}
+    more["gemma3n_text"] |= {"per_layer_embedding_size": 3}
     more["gemma4_text"]["softmax_scale"] = 1.0
     more |= {name: {"swiglu": False} for name in ("gpt2", "gpt_neox", "falcon", "opt", "phi")}
     more |= {"granite": {"embedding_multiplier": 2.0}, "cohere2": {"window_size": (3, 0)}}

@@ -204,13 +204,13 @@ def test_manifests_of_format_1_are_joined_by_what_they_hold(corpus, tmp_path, ca
             del facts[name]
         manifest_path(pair).write_text(json.dumps(facts))
     assert merge_pairs(pairs, tmp_path / "all").num_documents == 120
-    assert "does not record" not in caplog.text
-    # A pair of today has settings with which these cannot be compared.
+    assert "is not recorded" not in caplog.text
+    # The manifest of a new pair has settings that those of format 1 do not record.
     newer = run(tmp_path / "c", tmp_path / "new.jsonl")["text"]
     assert merge_pairs([*pairs, newer], tmp_path / "more").num_documents == 180
     assert (
-        f"the manifest of {pairs[0]}, {pairs[1]} does not record its --keep-newlines: it is "
-        f"taken as that of {newer}." in caplog.text
+        f"--keep-newlines is not recorded in the manifest of {pairs[0]}, {pairs[1]}: assuming "
+        f"that it is as in {newer}." in caplog.text
     )
 
 

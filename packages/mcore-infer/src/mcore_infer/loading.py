@@ -280,7 +280,7 @@ def _on_meta(
         moe=description.moe,
         device="meta",  # no memory and no random weights: the weights are loaded later
         dtype=dtype,
-        stage=own_stage(description.config.num_layers, ctx.pp),
+        stage=own_stage(description.config, ctx.pp),
     )
     if not isinstance(model, LanguageModel) and not (is_t5 and takes_t5):
         why = "has an encoder and a decoder" if is_t5 else "does not predict next tokens"

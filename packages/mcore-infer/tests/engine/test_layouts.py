@@ -30,6 +30,7 @@ from mcore_infer.evaluation.continuations import Continuation
 from mcore_infer.generation import stream_texts
 from mcore_infer.server.worker import EngineWorker, follow
 from mcore_infer.writing.sequence import TextRequest
+from mcore_models.config import TransformerConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import Axis, ParallelContext
 
@@ -37,6 +38,9 @@ PROMPTS = [[10, 20, 30, 80, 90, 100, 110, 120, 130], [40], [10, 20, 30, 80, 95]]
 SAMPLING = SamplingConfig(num_tokens=7, top_p=0.8)
 SCORES = (ScoreRequest(num_top=2, prompt=True), ScoreRequest(num_top=1))
 FLOAT64 = {"dtype": torch.float64}
+SHARING = TransformerConfig(
+    num_layers=6, hidden_size=8, num_attention_heads=2, num_kv_shared_layers=2
+)
 
 
 def printed(folder, tp=0):
@@ -189,7 +193,17 @@ def test_stages_write_and_judge_what_one_rank_does(run_folder, hybrid_folder):
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="exceeds the 1 layers"):
-        own_stage(1, Axis("pp", 2, 0, None, (0, 1)))
+        own_stage(
+            replace(SHARING, num_layers=1, num_kv_shared_layers=0),
+            Axis("pp", 2, 0, None, (0, 1)),
+        )
+
+
+def test_stages_that_lack_keys_of_their_layers_are_refused_on_all_ranks():
+    for rank in range(3):
+        with pytest.raises(ValueError, match=r"layer 4 reads .* of layer 3, which"):
+            own_stage(SHARING, Axis("pp", 3, rank, None, (0, 1, 2)))
+    assert own_stage(SHARING, Axis("pp", 2, 1, None, (0, 1))).layers == range(3, 6)
 
 
 def served_by_replicas(folder):

@@ -155,9 +155,9 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         ("/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, "999 is not a token id"),
         ("/v1/completions", {"prompt": "a", "seed": 10**30}, "seed"),
         ("/v1/completions", {"prompt": "a", "strem": True}, "did you mean stream?"),
-        # The most similar field, presence_penalty, does something else.
+        # No suggestion: the most similar field, presence_penalty, has another meaning.
         ("/v1/completions", {"prompt": "a", "length_penalty": 1.0}, "length_penalty."),
-        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "give response_format"),
+        ("/v1/completions", {"prompt": "a", "guided_json": {}}, "use response_format"),
         (
             "/v1/completions",
             {"prompt": "a", "stream": True, "echo": True, "logprobs": 1},
@@ -325,3 +325,4 @@ def test_metrics_health_models_and_the_page_are_there(client):
     status, headers, page = client.send("GET", "/")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert b"/v1/chat/completions" in page
+    assert b"choice.delta.reasoning_content" in page

@@ -235,7 +235,7 @@ def test_a_forced_call_has_an_object_of_arguments_whatever_its_schema_allows():
         Function(name="f", parameters={"type": "string"})
 
 
-def test_the_end_of_a_call_is_no_content_if_the_next_call_is_cut():
+def test_the_end_mark_of_a_call_is_not_content_if_the_next_call_is_incomplete():
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     reader = AnswerReader(tool_format("<tool_call>"), is_forced=True)
     rest = '<tool_call>\n{"na'

@@ -46,6 +46,8 @@ def tree(model: ModelDescription) -> Iterator[str]:
     yield f"positions  {positions}"
     if config.per_layer_embedding_size:
         yield f"per-layer embeddings  [{size('per_layer_embedding.')}]"
+    if config.altup_num_inputs:
+        yield f"residual streams  {config.altup_num_inputs}  [{size('altup_')}]"
     if isinstance(config, T5Config):
         yield from _stacks(config, size)
     elif isinstance(config, BertConfig):
@@ -109,8 +111,12 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
-    placements = {"pre": "before", "output": "after", "sandwich": "before and after"}
-    placements |= {"post": "of the stream before"}
+    placements = {
+        "pre": "before",
+        "output": "after",
+        "sandwich": "before and after",
+        "post": "of the residual stream before",
+    }
     where = placements[config.norm_placement]
     parallel = {
         "off": "",
@@ -121,10 +127,14 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
     for mixer in mixers:
         if mixer == "attention":
             yield f"attention  {', '.join(_attention(model, layer))}"
+            if config.laurel_rank:
+                yield f"low-rank branch  of rank {config.laurel_rank}"
         elif mixer == "mlp":
             gate = "gated " if is_gated(config) else ""
             width = ffn_size(layer_config(config, layer))
-            yield f"mlp  {width:,} wide, {gate}{activation(config)}"
+            share = (config.activation_sparsity_pattern or (0.0,) * config.num_layers)[layer]
+            cut = f", {share:.0%} of gates cut" if share else ""
+            yield f"mlp  {width:,} wide, {gate}{activation(config)}{cut}"
         elif mixer in ("delta_net", "kda"):
             keys, values = config.linear_num_key_heads, config.linear_num_value_heads
             widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"

@@ -218,12 +218,13 @@ class TransformerConfig(Options):
     )
     """Rows of the learned table before the row of the first token (OPT, RoBERTa: 2)."""
 
-    rotary_base: float = option(10000.0, above=0)
+    rotary_base: float = option(10000.0, above=0, part_of={"position_embedding_type": "rope"})
     """Base of the rotary wavelengths."""
 
     rotary_base_local: float = option(
         0.0,
         minimum=0,
+        part_of={"position_embedding_type": "rope"},
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
@@ -231,20 +232,30 @@ class TransformerConfig(Options):
     other layers."""
 
     rotary_percent: float = option(
-        1.0, above=0, maximum=1, idle_with={"multi_latent_attention": ON}
+        1.0,
+        above=0,
+        maximum=1,
+        part_of={"position_embedding_type": "rope"},
+        idle_with={"multi_latent_attention": ON},
     )
     """Share of each head's channels that are rotated, above 0 to 1."""
 
     rotary_interleaved: bool = option(False, needs={"position_embedding_type": "rope"})
     """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
 
-    rope_skip_freq: str = option("0", idle_with={"multi_latent_attention": ON})
+    rope_skip_freq: str = option(
+        "0",
+        part_of={"position_embedding_type": "rope"},
+        idle_with={"multi_latent_attention": ON},
+    )
     """Layers without rotation: "N" for every N-th layer, or a list with one entry for each
     layer, 1 for layers without rotation; "0": rotation in all layers."""
 
     # Stretching of rotary wavelengths for longer contexts: linear, Llama 3.1's, YaRN, LongRoPE.
 
-    rotary_seq_len_interpolation_factor: float = option(1.0, above=0)
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0, above=0, part_of={"position_embedding_type": "rope"}
+    )
     """Positions are divided by this number before rotation; 1: unchanged."""
 
     use_rope_scaling: bool = option(False, needs={"position_embedding_type": "rope"})
@@ -333,8 +344,8 @@ class TransformerConfig(Options):
 
     norm_placement: NormPlacement = "pre"
     """Norms before attention and before the feed-forward layer (pre), on their outputs (output,
-    OLMo-2), or both (sandwich, Gemma); post: norms of the residual stream itself, before both,
-    whose outputs are added to the normed stream (MiniMax-M1)."""
+    OLMo-2), or both (sandwich, Gemma); post: before both, and the output of attention or of the
+    feed-forward layer is added to the normed residual stream (MiniMax-M1)."""
 
     residual_stream_factors: tuple[float, float, float] = option(
         (1.0, 1.0, 1.0), needs={"norm_placement": "post"}
@@ -559,6 +570,15 @@ class TransformerConfig(Options):
     use_double_wide_mlp: bool = option(False, needs={"num_kv_shared_layers": ON})
     """Make the feed-forward layers of --num-kv-shared-layers twice as wide."""
 
+    activation_sparsity_pattern: tuple[float, ...] = option(
+        (),
+        needs=_GATED,
+        excludes={"num_experts": Because("whose feed-forward layers are not sparse")},
+    )
+    """For each layer the share of a token's gates that are set to 0 before the activation, 0 to
+    1 (Gemma 3n). Gates below a quantile are set to 0, by a normal distribution with the mean
+    and standard deviation of the token's gates. Empty: no layer does."""
+
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
     """Clamp gates from above and up-projections on both sides before the multiplication; 0:
     off."""
@@ -596,6 +616,20 @@ class TransformerConfig(Options):
     )
     """Width of the vector that every layer looks up for each token and adds to the residual
     stream, gated and projected (Gemma 3n); 0: no such vectors."""
+
+    per_layer_embedding_vocab_size: int = option(
+        0, minimum=0, needs={"per_layer_embedding_size": ON}, shrinks_to=7
+    )
+    """Rows of the table of --per-layer-embedding-size; tokens of higher ids look up row 0
+    (Gemma 3n). 0: a row for each token."""
+
+    altup_num_inputs: int = option(0, minimum=0, needs={"per_layer_embedding_size": ON})
+    """Number of residual streams (AltUp, Gemma 3n). Each layer predicts all streams as mixtures
+    of them, runs attention and feed-forward layer on the first one, and corrects all streams
+    by the error of its prediction. 0: one stream, without AltUp."""
+
+    laurel_rank: int = option(0, minimum=0, shrinks_to=3, needs={"altup_num_inputs": ON})
+    """Rank of a linear branch parallel to attention (LAuReL, Gemma 3n); 0: no branch."""
 
     layer_output_scale: bool = option(
         False,
@@ -903,6 +937,21 @@ class TransformerConfig(Options):
         Rule(
             ("num_kv_shared_layers", "num_layers", "window_attn_skip_freq", "window_size"),
             _wrong_sharing,
+        ),
+        Rule(
+            ("activation_sparsity_pattern", "num_layers"),
+            lambda v: (
+                v.activation_sparsity_pattern
+                and len(v.activation_sparsity_pattern) != v.num_layers
+            ),
+            "--activation-sparsity-pattern {activation_sparsity_pattern} must hold one share "
+            "for each of --num-layers {num_layers}.",
+        ),
+        Rule(
+            ("activation_sparsity_pattern",),
+            lambda v: not all(0 <= share < 1 for share in v.activation_sparsity_pattern),
+            "--activation-sparsity-pattern {activation_sparsity_pattern}: each share must be "
+            "at least 0 and below 1.",
         ),
         Rule(
             ("use_mup", "mup_base_hidden_size"),

@@ -63,6 +63,7 @@ _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _NO_FP8 = Fp8Config()
+_FIRST = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_projections.")
 _DELTA_CHUNK = 64  # ``kernels.delta.CHUNK``; that module needs torch
 _LAYER = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.\d+\.")
 
@@ -149,10 +150,10 @@ def model_flops(
         for name in names
         if name in ("attention", "mla")
     )
-    # A token writes and reads each element of a Mamba state once.
+    # A token writes and reads each element of the state of Mamba and of lightning attention
+    # once; lightning attention has H x H elements for each head.
     num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
-    # So does a token of lightning attention, whose state has H x H elements for each head.
     states += sum("lightning" in names for names in mixers) * N * head_dim(config) ** 2
     # A token reads by key, writes, and reads by query each element of a delta net's state.
     num_nets = sum(bool({"delta_net", "kda"} & {*names}) for names in mixers)
@@ -206,9 +207,10 @@ def rank_bytes(
 ) -> RankBytes:
     """Estimate the training memory of the rank that needs most.
 
-    Two pipeline ranks are estimated, with the layers and tables of their stages: the rank with
-    the most weights, and the rank that keeps the activations of the most layers. Measured peaks
-    on GPUs (``benchmarks/results``) are 1 % to 6 % higher because of temporary buffers.
+    Estimates two pipeline ranks with the layers and tables of their stages, and returns the
+    larger estimate: the rank with the most weights, and the rank that stores activations of the
+    most layers, counted for each micro-batch in flight. Measured peaks on GPUs
+    (``benchmarks/results``) are 1 % to 6 % higher because of temporary buffers.
 
     Args:
         config: of the model.
@@ -243,7 +245,8 @@ def rank_bytes(
     elements = rank_elements(config, shapes, stages)
     in_matrices = rank_elements(config, matrices, stages)
     num_layers = [
-        sum(len(s.layers) + s.has_mtp * config.mtp_num_layers for s in own) for own in stages
+        sum(len(stage.layers) + stage.has_mtp * config.mtp_num_layers for stage in held_stages)
+        for held_stages in stages
     ]
     passes = [
         _passes_held(rank, pp, pipeline, num_microbatches, max(1, num))
@@ -271,7 +274,8 @@ def rank_bytes(
     by_matrix = [optimizer.matrix_bytes(shape) for shape in matrices.values()]
     by_matrix_bytes = max(sum(by_matrix) // world_size, max(by_matrix, default=0))
 
-    def of_rank(rank: int) -> RankBytes:
+    def estimate_rank(rank: int) -> RankBytes:
+        """Estimate the memory of one pipeline rank."""
         counts = elements[rank]
         has_loss = any(stage.has_loss for stage in stages[rank])
         experts = counts["experts"] // expert_ranks
@@ -279,7 +283,7 @@ def rank_bytes(
         dense = ends + layers
         weights, gradients = dense + experts, dense + experts
         # Weights whose optimizer state is on this rank.
-        own = dense // dense_ranks + experts // data_ranks
+        updated = dense // dense_ranks + experts // data_ranks
         kept = _kept_elements(
             config,
             parallel,
@@ -294,7 +298,7 @@ def rank_bytes(
         # Temporary tensors, of which only the larger is live at the peak: logits or copies, and
         # the widest gradient within a layer.
         brief = weight_bytes * max(copied, int(has_loss * logits * vocab_size // tp))
-        live, own_bytes, kept_casts, bytes_each = passing, 0, casts // pp, gradient_bytes
+        live, sharded_bytes, kept_casts, bytes_each = passing, 0, casts // pp, gradient_bytes
         stage_layers = max(1, num_layers[rank])
         if data_parallel.is_fully_sharded:
             # Gathered weights: embedding and head, and all layers or the layer in use and the
@@ -304,22 +308,29 @@ def rank_bytes(
             weights = ends + (layers + experts if is_whole else 2 * layer)
             kept_casts, bytes_each = 0, 4  # casts are not kept
             if data_parallel.main_grads_dtype == "bf16":
-                bytes_each, weights = 2, weights + own
-            whole = (brief, counts["head"] // tp), (passing, layer)
-            live, gradients = fuller(*whole, bytes_each)
-            own_bytes, brief = bytes_each * own, 0
+                bytes_each, weights = 2, weights + updated
+            # Before the reduce-scatter a gradient is whole: of the head, or of one layer.
+            head_peak, layer_peak = (brief, counts["head"] // tp), (passing, layer)
+            live, gradients = fuller(head_peak, layer_peak, bytes_each)
+            sharded_bytes, brief = bytes_each * updated, 0
         # The layer in use and the layer being copied stay on the GPU.
         offloaded_share = max(0, offload.cpu_offloading_num_layers - 1) / stage_layers
         offloaded = int(offloaded_share * kept * passes[rank]) if offload.cpu_offloading else 0
-        own_in_matrices = in_matrices[rank]["layers"] // tp // dense_ranks
-        own_in_matrices += in_matrices[rank]["experts"] // expert_ranks // data_ranks
+        updated_in_matrices = in_matrices[rank]["layers"] // tp // dense_ranks
+        updated_in_matrices += in_matrices[rank]["experts"] // expert_ranks // data_ranks
         state, offloaded_state = optimizer_bytes(
-            own, own_in_matrices, optimizer, main_weights, data_parallel, offload, weight_bytes
+            updated,
+            updated_in_matrices,
+            optimizer,
+            main_weights,
+            data_parallel,
+            offload,
+            weight_bytes,
         )
         on_disk = bool(offload.optimizer_offload_dir)
         return RankBytes(
             weights=weight_bytes * weights + kept_casts,
-            gradients=own_bytes + bytes_each * gradients,
+            gradients=sharded_bytes + bytes_each * gradients,
             optimizer=state + by_matrix_bytes,
             activations=weight_bytes * (int(kept * passes[rank]) - offloaded + waiting)
             + max(brief, live),
@@ -327,11 +338,11 @@ def rank_bytes(
             disk=on_disk * offloaded_state,
         )
 
-    # Ties go to the first rank.
     sizes = [local_elements(counts, parallel) for counts in elements]
-    held = [num * each for num, each in zip(num_layers, passes, strict=True)]
-    candidates = sizes.index(max(sizes)), held.index(max(held))
-    return max(map(of_rank, candidates), key=lambda each: each.total)
+    stored_layers = [num * held for num, held in zip(num_layers, passes, strict=True)]
+    # ``index`` returns the first of equal ranks.
+    candidates = sizes.index(max(sizes)), stored_layers.index(max(stored_layers))
+    return max(map(estimate_rank, candidates), key=lambda estimate: estimate.total)
 
 
 def rank_stages(
@@ -360,7 +371,8 @@ def rank_elements(
 ) -> tuple[Counter[str], ...]:
     """Count the elements that each pipeline rank holds, by the kinds of ``count_elements``.
 
-    A tied head and layers of multi-token prediction have a copy of the embedding on their rank.
+    Tensor and expert ranks are counted together (``local_elements`` divides). A rank with a
+    tied head or with layers of multi-token prediction has a copy of the embedding.
 
     Args:
         config: of the model.
@@ -382,37 +394,39 @@ def _rank_elements(
     is_tied: bool,
     num_mtp_layers: int,
 ) -> tuple[Counter[str], ...]:
-    places: defaultdict[int | str, Counter[str]] = defaultdict(Counter)
+    # Elements by layer, counted over encoder and decoder, and of "mtp", "embedding" and "loss".
+    counts_of: defaultdict[int | str, Counter[str]] = defaultdict(Counter)
     for name, shape in shapes:
         if match := _LAYER.match(name):
             first = num_encoder_layers * (match[1] == "decoder")
-            place = first + int(match[2]) if match[2] else "mtp"
+            part = first + int(match[2]) if match[2] else "mtp"
         else:
-            place = "embedding" if "embedding" in name.partition(".")[0] else "loss"
-        places[place][_element_kind(name)] += prod(shape)
+            is_first = "embedding" in name.partition(".")[0] or name.startswith(_FIRST)
+            part = "embedding" if is_first else "loss"
+        counts_of[part][_element_kind(name)] += prod(shape)
     table = prod(dict(shapes).get("embedding.weight", (0,)))
     ranks = []
-    for own in stages:
+    for held_stages in stages:
         counts: Counter[str] = Counter()
-        for stage in own:
+        for stage in held_stages:
             for layer in stage.layers:
-                counts.update(places[layer])
-        has_loss = any(stage.has_loss for stage in own)
-        has_mtp = num_mtp_layers > 0 and any(stage.has_mtp for stage in own)
-        if any(stage.has_embedding for stage in own):
-            counts.update(places["embedding"])
+                counts.update(counts_of[layer])
+        has_loss = any(stage.has_loss for stage in held_stages)
+        has_mtp = num_mtp_layers > 0 and any(stage.has_mtp for stage in held_stages)
+        if any(stage.has_embedding for stage in held_stages):
+            counts.update(counts_of["embedding"])
         elif (has_loss and is_tied) or has_mtp:
             counts["embedding"] += table
         if has_loss:
-            counts.update(places["loss"])
+            counts.update(counts_of["loss"])
         if has_mtp:
-            counts.update(places["mtp"])
+            counts.update(counts_of["mtp"])
         ranks.append(counts)
     return tuple(ranks)
 
 
 def local_elements(counts: Mapping[str, int], parallel: ParallelConfig) -> int:
-    """Return the elements of a pipeline rank that one tensor and expert rank holds."""
+    """Return the elements that one tensor and expert rank holds of a pipeline rank's."""
     tp = parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     experts = counts["experts"] // (expert_tp * parallel.expert_model_parallel_size)
@@ -420,13 +434,16 @@ def local_elements(counts: Mapping[str, int], parallel: ParallelConfig) -> int:
 
 
 def sum_by_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Sum the elements of each layer, of its experts, and of each tensor outside of layers."""
+    """Return one flat shape for each layer, each layer's experts and each module outside.
+
+    The names are those of tensors, so that ``rank_elements`` takes the result for shapes.
+    """
     totals: Counter[str] = Counter()
     for name, shape in shapes.items():
         match = _LAYER.match(name)
-        place = match[0] if match else f"{name.partition('.')[0]}."
+        prefix = match[0] if match else f"{name.partition('.')[0]}."
         experts = "moe.experts.0." if ".experts." in name else ""
-        totals[f"{place}{experts}weight"] += prod(shape)
+        totals[f"{prefix}{experts}weight"] += prod(shape)
     return {name: (total,) for name, total in totals.items()}
 
 
@@ -495,7 +512,7 @@ def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 
 def _element_kind(name: str) -> str:
-    if name.partition(".")[0] in ("embedding", "position_embedding", "per_layer_embedding"):
+    if name.startswith(_FIRST):
         return "embedding"
     if name.startswith("head."):
         return "head"
@@ -544,10 +561,11 @@ def _kept_elements(
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
         count = recomputing.recompute_num_layers
+        saved = max(1, config.altup_num_inputs) * tokens * D // stream
         if recomputing.recompute_method == "block":
-            kept = min(count, layers) * tokens * D // stream + max(0, layers - count) * layer
+            kept = min(count, layers) * saved + max(0, layers - count) * layer
         else:
-            kept = -(-layers // count) * tokens * D // stream + count * layer
+            kept = -(-layers // count) * saved + count * layer
     return kept
 
 
@@ -584,6 +602,7 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
+    streams = 3 * config.altup_num_inputs + 6 if config.altup_num_inputs else 0
     # Attention with a padding mask copies its inputs.
     copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
@@ -599,14 +618,18 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         "delta_net": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
-        # The same, with decays of channels, and without the products, which are recomputed.
+        # As a delta net, with a decay for each channel of the keys; the matrices within chunks
+        # are recomputed.
         "kda": 2 * (2 * delta.keys + delta.values)
         + 2 * delta.value_heads * 9 * config.linear_key_head_dim
         + 10 * delta.values,
         # B, C and x, the gated input, and the convolution's output before and after the gate.
         "short_conv": 6 * config.hidden_size,
-        # Queries, keys, values and gate, the first three also before SiLU, the state's output,
-        # and the normed output, which is float32 before it is rounded.
+        # Queries, keys, values and gate; queries, keys and values before SiLU; the state's
+        # output; the normed output in float32 (2) and rounded.
         "lightning": 11 * N * head_dim(config),
-        "layer_input": 3 * config.per_layer_embedding_size,
+        # With AltUp also all streams before and after prediction and after correction, and 6
+        # tensors of one stream: the layer's output, the error of the prediction, the input of
+        # the gate, and the norms of router (twice) and LAuReL.
+        "layer_input": 3 * config.per_layer_embedding_size + streams * config.hidden_size,
     }

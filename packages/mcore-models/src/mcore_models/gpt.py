@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mcore_models.building.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.building.stage_model import StageModel, check_inputs
 from mcore_models.kernels.batch_invariant import BatchInvariantGemm, token_log_probs
+from mcore_models.layers.altup import StreamProjections
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import build_inputs
 from mcore_models.layers.heads import OutputBias
@@ -46,6 +47,8 @@ class GPT(StageModel, MTPLanguageModel):
         position_embedding: learned positions, on the first stage.
         embedding_norm: norm of the embeddings, on the first stage.
         per_layer_embedding: vectors that the layers add, on the first stage.
+        altup_projections: compute further residual streams, on the first stage.
+        altup_unembed_projections: merge the residual streams, on the last stage.
         blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on the stage of ``mtp``.
         head: on the last stage, unless tied.
@@ -65,6 +68,10 @@ class GPT(StageModel, MTPLanguageModel):
         )
         if self.is_normed:
             self.final_norm = stream_norm(config, ctx, **factory_kwargs)
+            if config.altup_num_inputs:
+                self.altup_unembed_projections = StreamProjections(
+                    config, ctx, **factory_kwargs
+                )
         self.head_gemm: Gemm = PLAIN_GEMM
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
@@ -109,6 +116,8 @@ class GPT(StageModel, MTPLanguageModel):
             self.per_layer_embedding = PerLayerEmbedding(
                 config, ctx, self.vocab_size, vocab_split=split, **factory_kwargs
             )
+        if stage.has_embedding and config.altup_num_inputs:
+            self.altup_projections = StreamProjections(config, ctx, **factory_kwargs)
 
     def forward(
         self,
@@ -121,7 +130,8 @@ class GPT(StageModel, MTPLanguageModel):
 
         Args:
             x: token ids ``[B, S/cp]`` on the first stage; on others the previous stage's hidden
-                state ``[S/cp, B, D]`` (``[S/cp/tp, B, D]`` under sequence parallelism).
+                state ``[S/cp, B, C]`` (``[S/cp/tp, B, C]`` under sequence parallelism), with C
+                channels by ``payload_width``: residual streams and per-layer embeddings.
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or from
                 the state's length, in the zigzag order of ``cp``. Required only if positions
                 restart inside a row.
@@ -152,17 +162,29 @@ class GPT(StageModel, MTPLanguageModel):
             is_counted=is_counted,
         )
         positions = self._positions(positions, num_tokens, state, x.device)
-        layer_inputs = None
+        layer_inputs, depth = None, self.config.num_layers
+        width = depth * self.config.per_layer_embedding_size
         if self.stage.has_embedding:
             tokens, x = x, self.embedded(x, positions)
-            if self.config.per_layer_embedding_size:
+            if width:
                 layer_inputs = self.per_layer_embedding(tokens, x)
+            if self.config.altup_num_inputs:
+                x = self.altup_projections.split(x)
+        elif width:
+            x, vectors = x.split((x.shape[-1] - width, width), -1)
+            layer_inputs = vectors.unflatten(-1, (depth, -1))
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
         inputs = replace(inputs, layer_inputs=layer_inputs)
         blocks = list(self.blocks.values())
         stream = self.run_blocks(blocks, x, inputs, self.training and state is None)
         if not self.is_normed:
-            return stream.total(), stream.aux
+            hidden = stream.total()
+            if layer_inputs is not None:
+                hidden = torch.cat([hidden, layer_inputs.flatten(-2)], -1)
+            return hidden, stream.aux
+        if self.config.altup_num_inputs:
+            merged = self.altup_unembed_projections.merge(stream.total())
+            stream = Residual(merged, None, stream.aux)
         return stream.normed(self.final_norm)[0], stream.aux
 
     def further_hidden(

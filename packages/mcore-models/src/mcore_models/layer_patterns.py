@@ -94,6 +94,24 @@ def is_local(config: Any, layer: int) -> bool:
     return not layers_skip(text, config.num_layers, "window_attn_skip_freq", ones=False)[layer]
 
 
+def keys_layer(config: Any, layer: int) -> int:
+    """Return the layer whose keys and values a layer's attention reads.
+
+    That is the layer itself, except for the last ``num_kv_shared_layers`` layers: each reads
+    those of the last earlier layer that computes keys and has the same kind, with or without a
+    window.
+
+    Args:
+        config: any object with the fields of ``TransformerConfig``.
+        layer: number of the layer.
+    """
+    num_own = config.num_layers - config.num_kv_shared_layers
+    if layer < num_own:
+        return layer
+    kind = is_local(config, layer)
+    return max(other for other in range(num_own) if is_local(config, other) == kind)
+
+
 def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
     """Return for each layer whether it skips a feature.
 

@@ -46,6 +46,12 @@ def num_positions(config: Any) -> int:
     return config.max_position_embeddings + config.position_embedding_offset
 
 
+def payload_width(config: Any) -> int:
+    """Return a token's channels between pipeline stages: streams and per-layer embeddings."""
+    streams = max(1, config.altup_num_inputs) * config.hidden_size
+    return streams + config.num_layers * config.per_layer_embedding_size
+
+
 def ffn_size(config: Any) -> int:
     """Width inside a dense feed-forward layer over all ranks, F."""
     if config.ffn_hidden_size:
@@ -247,10 +253,16 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     if config.per_layer_embedding_size:
         channels = config.num_layers * config.per_layer_embedding_size
         shapes |= {
-            "per_layer_embedding.table.weight": (vocab_size, channels),
+            "per_layer_embedding.table.weight": (
+                config.per_layer_embedding_vocab_size or vocab_size,
+                channels,
+            ),
             "per_layer_embedding.proj.weight": (channels, D),
             **_norm(config, "per_layer_embedding.norm", config.per_layer_embedding_size),
         }
+    for name in ("altup_projections", "altup_unembed_projections"):
+        for stream in range(config.altup_num_inputs - 1):
+            shapes[f"{name}.{stream}.weight"] = (D, D)
     # Layers of one kind have the same tensors: list the tensors of each kind once.
     shapes_of_kind: dict[tuple[Any, ...], dict[str, Shape]] = {}
     for layer, mixers in enumerate(layer_mixers(config, moe)):
@@ -281,6 +293,8 @@ def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
         for name in filter(None, norms):
             tensors = _norm(config, name, config.hidden_size) | tensors
         shapes |= tensors
+    if config.altup_num_inputs:
+        shapes |= _altup(config)
     return shapes | ({"output_scale.weight": (1,)} if config.layer_output_scale else {})
 
 
@@ -479,6 +493,22 @@ def _lightning(config: Any, _: Any) -> dict[str, Shape]:
 def _layer_input(config: Any, _: Any) -> dict[str, Shape]:
     D, P = config.hidden_size, config.per_layer_embedding_size
     return {"layer_input.gate.weight": (P, D), "layer_input.proj.weight": (D, P)}
+
+
+def _altup(config: Any) -> dict[str, Shape]:
+    """Return the shapes of a layer's tensors of AltUp and LAuReL."""
+    D, n, rank = config.hidden_size, config.altup_num_inputs, config.laurel_rank
+    shapes: dict[str, Shape] = {
+        **_norm(config, "altup.router_norm", D),
+        "altup.router.weight": (n, D),
+        "altup.prediction_coefs.weight": (n * n, n),
+        "altup.correction_coefs.weight": (n, n),
+        "altup.gating_scale": (D,),
+    }
+    if rank:
+        shapes |= {"laurel.left.weight": (rank, D), "laurel.right.weight": (D, rank)}
+        shapes |= _norm(config, "laurel.norm", D)
+    return shapes
 
 
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {

@@ -123,7 +123,7 @@ def waiting_elements(
     rows, inputs = expert_rows(config, parallel, moe)
     inner, hidden = rows * expert_size(config, moe), moe.moe_latent_size or config.hidden_size
     widest = (1 + is_gated(config)) * inner
-    # Ranks of one expert share its width, and have the tokens of all of them.
+    # Expert tensor ranks split an expert's width, and each has the tokens of all of them.
     hidden *= inputs * (parallel.expert_tensor_parallel_size or tp)
     layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
     waiting = layers * (widest + inner + 2 * hidden) // tp
@@ -134,17 +134,15 @@ def waiting_elements(
 def expert_rows(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
 ) -> tuple[int, int]:
-    """Return the rows of the experts' GEMMs, and of their inputs, for each token of a rank.
+    """Return rows of the experts' GEMMs, and stored rows of their inputs, per token of a rank.
 
-    An all-gather with a limit of rows and symmetric have rows for the worst routing. GEMMs that
-    gather read tokens, of which an all-gather has those of all ranks; other GEMMs read a copy
-    of the token for each row.
+    With a fixed number of rows (symmetric dispatch, or allgather with
+    ``moe_expert_rows_limit``) there are rows for the worst routing. Otherwise there are top-k
+    rows a token. GEMMs that gather store each token once (allgather: the tokens of all ranks);
+    other GEMMs store a copy of the token for each row.
     """
-    ep, kind, rows = (
-        parallel.expert_model_parallel_size,
-        moe.moe_token_dispatcher_type,
-        moe.moe_router_topk,
-    )
+    ep, kind = parallel.expert_model_parallel_size, moe.moe_token_dispatcher_type
+    rows = moe.moe_router_topk
     if ep > 1 and (kind == "symmetric" or (kind == "allgather" and moe.moe_expert_rows_limit)):
         rows = ep * min(rows, moe.num_experts // ep)
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mcore_models.building.initialization import initialize_
 from mcore_models.config import AttentionBackend, TransformerConfig
+from mcore_models.logical_tensors import payload_width
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
@@ -326,7 +327,7 @@ class LanguageModel(TrainableModel):
     def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
         """Return the shape of a hidden state, the same for all stages."""
         num_rows, length = batch[TOKENS].shape
-        return length // num_cuts, num_rows, self.config.hidden_size
+        return length // num_cuts, num_rows, payload_width(self.config)
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
         """Return the mask of the next tokens."""

@@ -171,16 +171,6 @@ def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes,
     ("changes", "degrees", "words"),
     [
         (
-            {"num_kv_shared_layers": 1},
-            {"pipeline_model_parallel_size": 2},
-            "one pipeline stage",
-        ),
-        (
-            {"per_layer_embedding_size": 4},
-            {"pipeline_model_parallel_size": 2},
-            "one pipeline stage",
-        ),
-        (
             {"hybrid_override_pattern": "[C-]" * MODEL.num_layers},
             {"tensor_model_parallel_size": 5},
             "of gated short convolutions cannot be split",
@@ -203,7 +193,7 @@ def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes,
         ),
     ],
 )
-def test_layers_that_read_others_are_refused_where_these_are_not(changes, degrees, words):
+def test_layers_that_cannot_be_split_are_refused(changes, degrees, words):
     problems = layout_problems(replace(MODEL, **changes), parallel(**degrees))
     assert any(words in problem for problem in problems), problems
 

@@ -191,7 +191,7 @@ class DotProductAttention:
         return torch.cat(one).flatten(-2)
 
 
-def torchs_cudnn():
+def torch_cudnn_version():
     number = torch.backends.cudnn.version() or 0
     return number // 10_000, number % 10_000 // 100, number % 100
 
@@ -208,7 +208,7 @@ def modules():
         )
     )
     te.DType, te.QuantizedTensor, te.DotProductAttention = DType, Quantized, DotProductAttention
-    te.get_cudnn_version = torchs_cudnn
+    te.get_cudnn_version = torch_cudnn_version
     te.Float8Quantizer = Float8Quantizer
     te.Float8CurrentScalingQuantizer = Float8CurrentScalingQuantizer
     extensions.general_gemm = general_gemm
@@ -299,7 +299,7 @@ def test_a_model_computes_the_same_by_the_librarys_signatures(
     got = two_steps(model, scales, documents)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
-    # Attention is first tried without documents.
+    # The trial of attention has no documents.
     kinds = {"TN", "NN", "NT", "rmsnorm", "attention"} | ({"thd"} if is_packed else set())
     experts = {f"grouped {layout}" for layout in ("TN", "NN", "NT")} if moe else set()
     assert set(engine) == kinds | experts
@@ -327,7 +327,7 @@ def test_attention_that_is_wrong_is_replaced_and_another_cudnn_refused(
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
     assert "attention of Transformer Engine: ArithmeticError: result 0 is off" in caplog.text
     monkeypatch.setattr(te, "get_cudnn_version", lambda: (8, 1, 0))
-    with pytest.raises(ValueError, match="set CUDNN_HOME"):
+    with pytest.raises(ValueError, match="Set CUDNN_HOME"):
         use_transformer_engine(model)
 
 

@@ -13,7 +13,7 @@ from mcore_parallel.rng import RngStreams
 
 
 def plain(layer, x, slopes, starts):
-    """One token after the other, as the formulas stand; for one rank."""
+    """Return the layer's output for ``x`` of one rank, by the recurrence, token by token."""
     *qkv, z = (x @ layer.in_proj.weight.T).chunk(4, -1)
     heads = slopes.shape[0]
     q, k, v = (F.silu(part).unflatten(-1, (heads, -1)) for part in qkv)
@@ -66,5 +66,5 @@ def test_decay_rates_are_a_series_over_heads_that_falls_over_layers_to_almost_ze
     torch.testing.assert_close(
         layers[:5, 0] / layers[0, 0], torch.linspace(1, 0, 5).double(), rtol=0, atol=2e-5
     )
-    # The fifth is one of multi-token prediction: its state decays too.
+    # Layer 5 is one of multi-token prediction: its state decays too.
     assert (layers > 0).all()

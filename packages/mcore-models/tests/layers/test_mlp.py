@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
+from mcore_models.layers.sparse_mlp import SparseMLP, cut_gates, normal_quantile
 from mcore_moe import ExpertNetwork
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
@@ -37,6 +38,21 @@ def test_the_layer_is_two_products_with_an_activation_between(is_gated, bias):
     hidden = F.linear(x, layer.fc1.weight, layer.fc1.bias)
     hidden = F.silu(hidden[..., :6]) * hidden[..., 6:] if is_gated else F.silu(hidden)
     torch.testing.assert_close(layer(x), F.linear(hidden, layer.fc2.weight, layer.fc2.bias))
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.95])
+def test_the_wanted_share_of_normal_gates_is_cut_and_the_others_shift(sparsity):
+    gate = 3 + 2 * torch.randn(4, 20_000, dtype=torch.float64)
+    cut = cut_gates(gate, normal_quantile(sparsity))
+    assert (cut == 0).double().mean().item() == pytest.approx(sparsity, abs=0.01)
+    shift = (gate - cut)[cut > 0].view(-1)
+    wanted = 3 + 2 * torch.special.ndtri(torch.tensor(sparsity)).item()
+    assert shift.mean().item() == pytest.approx(wanted, abs=0.05)
+    layer = SparseMLP(4, 6, ExpertNetwork(activation="gelu_tanh"), sparsity=sparsity)
+    x = torch.randn(3, 2, 4)
+    gates, up = layer.fc1(x).chunk(2, -1)
+    hidden = F.gelu(cut_gates(gates, layer.quantile), approximate="tanh") * up
+    torch.testing.assert_close(layer(x), layer.fc2(hidden))
 
 
 def test_a_linear_that_was_replaced_is_called():

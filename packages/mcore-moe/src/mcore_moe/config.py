@@ -17,8 +17,8 @@ _GIVEN_KERNELS = {
     )
 }
 WIDEST_GATHERED = 2048
-"""Rows of fc1, of one expert on a rank, up to which GEMMs gather tokens. Beyond it a copy of
-the rows and a GEMM of sorted rows are faster (H200)."""
+"""Most rows of one expert's fc1 weight on a rank for which GEMMs gather tokens. For wider
+experts a copy of the tokens' rows and a GEMM of sorted rows are faster (H200)."""
 _NO_MAIN_GRADS = "as there are no main gradients in float32"
 
 
@@ -405,7 +405,7 @@ class MoEConfig(Options):
 
     @property
     def num_wgrads_together(self) -> int:
-        """``moe_wgrad_micro_batches`` as a number; 1 while ``auto`` has not been resolved."""
+        """``moe_wgrad_micro_batches`` as a number; 1 for ``auto``."""
         number = self.moe_wgrad_micro_batches
         return 1 if number == "auto" else number
 

@@ -18,7 +18,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.dtensors import is_dtensor
 
 _LARGEST_SPREAD = 0.01
-"""Largest difference of ranks' routers relative to their norm, far above that of rounding."""
+"""Largest difference of ranks' routers over their norm; rounding differs by far less."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -81,17 +81,17 @@ class MixtureOfExperts(nn.Module):
         self.aux_loss: Tensor = torch.zeros((), device=device)
         self._axes = axes
         self._num_passes = 0
-        # After the router's pass its weight is gathered, whatever shards or overlaps gathers.
+        # After the router's forward its weight is complete, also if gathers overlap.
         self.moe.router.register_forward_hook(self._compare_routers)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Return the experts' output in the shape of x; set ``aux_loss``.
 
-        In training, passes 1, 2, 4, 8 and so on compare the router's weights over the ranks
-        that share tokens or experts, for which the host waits.
+        In training, passes 1, 2, 4, 8 and so on all-reduce the router's weight over the ranks
+        that share tokens or experts, to compare it; the host waits for the result.
 
         Raises:
-            ValueError: on all these ranks, if their routers have drifted apart.
+            ValueError: on all these ranks, if their routers' weights differ.
         """
         y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
         return y.view(x.shape)
@@ -111,15 +111,18 @@ class MixtureOfExperts(nn.Module):
         for axis in (self._axes.cp_tp, self._axes.ep):
             if axis.size == 1:
                 continue
-            # min(x) = -max(-x), so one maximum over both signs gives both.
-            high, low = all_reduce(torch.stack([weight, -weight]).float(), axis, "max")
-            if (high + low).norm() > _LARGEST_SPREAD * (high.norm() + low.norm()):
+            # Largest and smallest weights over the ranks by one all-reduce: min(x) = -max(-x).
+            signed = torch.stack([weight, -weight]).float()
+            largest, minus_smallest = all_reduce(signed, axis, "max")
+            spread = (largest + minus_smallest).norm()
+            if spread > _LARGEST_SPREAD * (largest.norm() + minus_smallest.norm()):
                 raise ValueError(
-                    f"routers of ranks {list(axis.ranks)}, which share tokens or experts, have "
-                    "different weights. Each rank's gradient of a router is a term of a sum, "
-                    "which a plain optimizer does not add: use DataParallel and "
-                    "DistributedOptimizer of mcore_parallel. Before the model is built, give "
-                    "torch the same seed on all ranks."
+                    f"the router of MixtureOfExperts has different weights on ranks "
+                    f"{list(axis.ranks)}, which share tokens or experts: they must be equal. "
+                    "Each rank's gradient of a router is a term of a sum, which a plain "
+                    "optimizer does not add: use DataParallel and DistributedOptimizer of "
+                    "mcore_parallel, and seed torch equally on all ranks before the model is "
+                    "built."
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def test_weights_equal_the_published_numbers(fields, expected):
     torch.testing.assert_close(dense(route(LOGITS, config(**fields))), expected, **SIX_DIGITS)
 
 
-def test_a_score_function_without_scores_is_refused():
-    with pytest.raises(ValueError, match="tanh has no scores: add them to expert_scores"):
+def test_an_unknown_score_function_is_refused():
+    with pytest.raises(ValueError, match="unknown score function 'tanh': use softmax"):
         expert_scores(LOGITS, "tanh")
 
 

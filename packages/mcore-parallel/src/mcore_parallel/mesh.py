@@ -265,6 +265,17 @@ class ParallelContext:
         axes = {name: Axis(name, 1, 0, None, (0,), clock=clock) for name in plan}
         return cls(config, torch.device(device), 0, axes, [], clock)
 
+    @classmethod
+    def of_tensor_ranks(cls, tp: Axis, device: torch.device) -> ParallelContext:
+        """Build a context in which only ``tp`` has several ranks, without new groups.
+
+        ``tp_block(1)`` exists; larger blocks would need groups.
+        """
+        one = cls.single(device)
+        config = ParallelConfig(tensor_model_parallel_size=tp.size)
+        axes = one._axes | {"tp": tp, "tp_block_1": SINGLE}
+        return cls(config, device, tp.rank, axes, [], one.clock)
+
     def axis(self, *names: str) -> Axis:
         """Return one axis, or the product of several axes of the same grid.
 

@@ -42,7 +42,9 @@ def twin(x, weight, labels, weights, label_smoothing, softcap=0.0, z_loss=0.0):
     [(0.0, 0.0, 0.0), (0.1, 0.0, 0.0), (0.0, 2.0, 0.01), (0.1, 3.0, 0.5)],
 )
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
-def test_head_loss_equals_whole_logits(label_smoothing, softcap, z_loss, chunk_tokens):
+def test_linear_cross_entropy_equals_whole_logits(
+    label_smoothing, softcap, z_loss, chunk_tokens
+):
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, label_smoothing, softcap, z_loss)
     total, losses = linear_cross_entropy(
@@ -62,7 +64,7 @@ def test_head_loss_equals_whole_logits(label_smoothing, softcap, z_loss, chunk_t
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 100])
-def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
+def test_linear_cross_entropy_overwrites_a_stale_main_gradient(chunk_tokens):
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, 0.0)[3]
     weight.requires_grad_()
@@ -102,18 +104,17 @@ def test_a_head_without_tokens_has_no_gradient():
     assert not weight.grad.any()
 
 
-def test_head_loss_adds_into_the_main_gradient_and_says_when():
+def test_linear_cross_entropy_adds_into_the_main_gradient_and_calls_on_ready():
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, 0.0)[3]
     weight.requires_grad_()
     grad_slot(weight).main = torch.ones_like(weight)
-    told = []
-    grad_slot(weight).on_ready = lambda: told.append(True)
-    linear_cross_entropy(x.requires_grad_(), weight, labels, weights, vocab_size=V)[
-        0
-    ].backward()
+    calls = []
+    grad_slot(weight).on_ready = lambda: calls.append(True)
+    loss, _ = linear_cross_entropy(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    loss.backward()
     assert weight.grad is None
-    assert told == [True]
+    assert calls == [True]
     torch.testing.assert_close(grad_slot(weight).main, want + 1)
 
 
@@ -194,7 +195,7 @@ def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
 @pytest.mark.parametrize(("padded", "scale"), [(12, 1.0), (18, 1.0), (12, 1000.0)])
-def test_head_loss_split_over_ranks_equals_one_rank(
+def test_linear_cross_entropy_split_over_ranks_equals_one_rank(
     sequence_parallel, label_smoothing, padded, scale
 ):
     run_ranks(ranks_agree, 3, sequence_parallel, label_smoothing, padded, scale)

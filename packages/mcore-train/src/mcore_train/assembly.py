@@ -59,8 +59,8 @@ from mcore_train.objectives.reference import FrozenModel, build_frozen_model
 from mcore_train.pipeline import Pipeline
 from mcore_train.planning.expert_wgrads import (
     choose_expert_wgrads,
-    is_automatic,
-    with_number,
+    has_automatic_wgrads,
+    set_wgrad_micro_batches,
 )
 from mcore_train.planning.system import SYSTEMS, system_of_device
 from mcore_train.precision import check_device_format, torch_dtype
@@ -309,17 +309,19 @@ def _build_noise(data_parallel: GradientSync) -> GradientNoise | ShardedGradient
     if isinstance(data_parallel, DataParallel):
         return GradientNoise(data_parallel)
     assert isinstance(data_parallel, FullyShardedDataParallel)
-    # Instances sum their gradients once a step: no rank has the sum of one micro-batch.
-    has_sums = data_parallel.ctx.optimizer_replica.size == 1
-    return ShardedGradientNoise(data_parallel) if has_sums else None
+    # Several optimizer instances sum their gradients once a step, so that no rank has the sum
+    # of one micro-batch over all data ranks.
+    is_one_instance = data_parallel.ctx.optimizer_replica.size == 1
+    return ShardedGradientNoise(data_parallel) if is_one_instance else None
 
 
 def _with_expert_wgrads(plan: Plan, ctx: ParallelContext) -> Plan:
-    """Return the plan with the choice for ``--moe-wgrad-micro-batches auto``, if on GPUs.
+    """Return the plan with the choice for ``--moe-wgrad-micro-batches auto``, on GPUs.
 
     All-reduces the memory of the ranks' GPUs over the world.
     """
-    if ctx.device.type != "cuda" or plan.expert_wgrads or not is_automatic(plan.config):
+    is_chosen = plan.expert_wgrads or not has_automatic_wgrads(plan.config)
+    if ctx.device.type != "cuda" or is_chosen:
         return plan
     memory_bytes = torch.tensor(torch.cuda.mem_get_info(ctx.device)[1], device=ctx.device)
     chosen = choose_expert_wgrads(
@@ -339,7 +341,7 @@ def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> Non
         *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
     )
     has_muon = config.optimizer.optimizer == "muon" and dtype == torch.bfloat16
-    if has_muon and symmetric_gemm.fits(ctx.device):
+    if has_muon and symmetric_gemm.is_available(ctx.device):
         candidates.append((symmetric_gemm.symmetric_product, ()))
     agree_on_kernels(candidates, ctx.device, ctx.world)
     _warn_of_plain_blocks(plan, ctx)
@@ -405,7 +407,7 @@ def _build_chunks(
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
     if chosen := plan.expert_wgrads:
-        config = with_number(config, chosen.num_together)
+        config = set_wgrad_micro_batches(config, chosen.num_together)
     gemms = layer_gemms(
         config.fp8,
         ctx,

@@ -14,6 +14,7 @@ from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
 from mcore_models.flops import RankBytes, sum_by_layer
+from mcore_models.logical_tensors import payload_width
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_models.peft.memory import Shapes, run_bytes
 from mcore_moe.config import MoEConfig
@@ -97,7 +98,7 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     unit = tokens / tp / FLOPS
     kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     layer = (gemm + core, gemm + 2.5 * core, gemm)
-    width = 2 * model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    width = 2 * payload_width(model) / (tp if parallel.sequence_parallel else 1)
     return Costs(
         layer={kind: unit * cost / layers for kind, cost in zip(kinds, layer, strict=True)},
         # Head and loss compute input and weight gradients in one backward.
@@ -151,7 +152,7 @@ def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
 
 
 def without_exchange(experts: MoEConfig) -> MoEConfig:
-    """Return options of experts without those of exchange and sums, which change no tensor."""
+    """Return options of experts with neutral exchange and sums, which change no tensor."""
     return replace(
         experts,
         moe_token_dispatcher_type="alltoall",

@@ -15,6 +15,7 @@ from mcore_base.options import OptionsError, find_faults
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import BatchSizePhase
+from mcore_models.building.layouts import stage_problems
 from mcore_models.families import GPT_FAMILY, Family
 from mcore_models.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
@@ -43,7 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWgrads:
-    """Choice of a run for ``--moe-wgrad-micro-batches auto``, made by its planner."""
+    """The planner's choice for ``--moe-wgrad-micro-batches auto``, and the reason."""
 
     num_together: int
     """Micro-batches whose weight gradients of experts one GEMM adds."""
@@ -78,8 +79,8 @@ class Plan:
     dtype: Dtype
     """Format of parameters and activations."""
     expert_wgrads: ExpertWgrads | None = None
-    """Choice for --moe-wgrad-micro-batches auto, made when the device is known; None: not made,
-    which means 1."""
+    """Choice for ``--moe-wgrad-micro-batches auto``, made by a run for its GPUs; None: none was
+    made, and ``auto`` is 1."""
 
     def continue_after(self, phases: Sequence[BatchSizePhase], steps: int) -> "Plan":
         """Return the plan with lengths counted by the batch sizes of the steps done so far.
@@ -198,6 +199,7 @@ def resolve(
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += find_stage_conflicts(config, stages or ())
     if not lines:  # these checks describe the model, which needs consistent options
+        lines += stage_problems(config.model, [stage.layers for stage in stages or ()])
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
         lines += find_group_conflicts(config, family, vocab_size)
     sizes = ramp.sizes() if ramp else (batch_size,)

@@ -12,6 +12,7 @@ from mcore_train.options.megatron_flags import (
     translated_names,
 )
 from mcore_train.options.parsing import LAYERS_PER_STAGE, parse
+from mcore_train.resolution import resolve
 
 KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
 
@@ -126,6 +127,17 @@ def test_a_learned_table_of_positions_is_all_that_its_switch_turns_off():
     for words in (learned.split(), ["--megatron-defaults", "--max-position-embeddings=8"]):
         with pytest.raises(ValueError, match="turns --position-embedding-type learned_abs"):
             parse([*SHAPE, *words, "--no-position-embedding"])
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "none"])
+def test_rotary_options_have_no_effect_on_other_positions(positions):
+    words = [*SHAPE, "--position-embedding-type", positions, "--max-position-embeddings=8"]
+    rotary = ["--rotary-base", "--rotary-percent", "--rotary-seq-len-interpolation-factor"]
+    given = [f"{name}=0.5" for name in rotary] + ["--rope-skip-freq=2"]
+    with pytest.raises(ValueError, match="without --position-embedding-type rope") as caught:
+        resolve(parse([*words, *given]), 1)
+    told = next(line for line in str(caught.value).splitlines() if "rotary-base" in line)
+    assert all(name in told for name in (*rotary, "--rope-skip-freq 2"))
 
 
 def test_switches_of_attention_and_graphs_mean_what_megatrons_parser_makes_of_them():

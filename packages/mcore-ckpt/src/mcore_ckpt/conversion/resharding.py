@@ -178,10 +178,9 @@ def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
 
 def _kept_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
     (source,) = sources
-    entry, average_checkpoints = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
-    stored_name = (
-        average_checkpoints if average_checkpoints in source.entries else name
-    )  # not averaged: biases of routers
+    entry, average_name = source.entries[name], name.replace("model.", KEPT_AVERAGE, 1)
+    # Biases of routers have no average: their current value is written.
+    stored_name = average_name if average_name in source.entries else name
     for begin, stop in row_groups(entry.shape):
         yield source.rows(stored_name, begin, stop).to(DTYPES[entry.dtype])
 

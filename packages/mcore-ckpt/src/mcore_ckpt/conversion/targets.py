@@ -89,8 +89,8 @@ def write_hf(
     carried = {
         n: value for n, value in source.hf.get("config", {}).items() if n not in origin_fields
     }
-    # Carried fields first, so that those of the family override them, except for padding: a
-    # family writes none only if transformers' default is outside of the vocabulary.
+    # Carried fields first, so that those of the family override them. A null pad_token_id of
+    # the family does not: it only replaces transformers' default, outside of the vocabulary.
     try:
         config = {**carried, **family.to_theirs(source.description)}
     except ValueError as error:

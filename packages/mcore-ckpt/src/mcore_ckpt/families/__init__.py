@@ -42,6 +42,7 @@ _MODULES = {
     "olmo3": "dense.olmo3",
     "gemma2": "dense.gemma2",
     "gemma3_text": "dense.gemma3_text",
+    "gemma3n_text": "dense.gemma3n_text",
     "gemma4_text": "dense.gemma4_text",
     "granite": "dense.granite",
     "cohere": "dense.cohere",

@@ -110,13 +110,13 @@ def open_rows(
     options: ConvertOptions,
     **more: Any,
 ) -> OpenCheckpoint:
-    """Return a checkpoint whose rows have logical names; resizes the vocabulary.
+    """Return an ``OpenCheckpoint`` whose rows have logical names; resizes the vocabulary.
 
     Args:
         description: of the model.
-        links: mapping of the checkpoint's tensors to logical tensors.
-        theirs: tensors under the checkpoint's names, cast already.
-        options: the size of the vocabulary.
+        links: from the checkpoint's tensors to logical tensors.
+        theirs: tensors under the checkpoint's names, already cast.
+        options: with the size of the vocabulary.
         more: other fields of the ``OpenCheckpoint``.
 
     Raises:

@@ -98,6 +98,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
             f"{folder} has an adapter of {unknown[0]}, which is not a linear of the model in "
             f"{config['base_model_name_or_path']}: give the base that it was trained on."
         )
+    _check_tied_head(folder, config, links)
     rank = max(kinds[A].shape[0] for kinds in modules.values())
     scales = {name: _scale(config, name, kinds[A].shape[0]) for name, kinds in modules.items()}
     scale = max(set(scales.values()), key=list(scales.values()).count)
@@ -320,6 +321,25 @@ def _modules(
     if not modules:
         raise CheckpointError(f"{file} holds no adapters.")
     return modules, replaced
+
+
+def _check_tied_head(folder: Path, config: Mapping[str, Any], links: Sequence[Link]) -> None:
+    """Raise ValueError if only the embedding of a tied base was trained.
+
+    Without ``ensure_weight_tying``, PEFT computes the head with the rows of the base then.
+    """
+    theirs = {name: link.theirs.removesuffix(".weight") for link in links for name in link.ours}
+    if config.get("ensure_weight_tying") or "head.weight" in theirs:
+        return
+    saved = set(config.get("modules_to_save") or ())
+    embedding = theirs.get("embedding.weight", "").rpartition(".")[2]
+    # Other names than the base's modules are those of the tied head, which was trained too.
+    if embedding in saved and saved <= {name.rpartition(".")[2] for name in theirs.values()}:
+        raise ValueError(
+            f"{folder} trained {embedding} (modules_to_save) without the head that its base "
+            "ties to it, which is not supported here: train with ensure_weight_tying, or merge "
+            "the adapters with PEFT (merge_and_unload)."
+        )
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:

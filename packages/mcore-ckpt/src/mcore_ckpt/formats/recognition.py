@@ -19,6 +19,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 
 TOWERS = {
     "gemma3": ("gemma3_text",),
+    "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),
     "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),

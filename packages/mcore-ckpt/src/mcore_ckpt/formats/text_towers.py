@@ -1,8 +1,8 @@
-"""Extracts the text model from Hugging Face folders of vision-language models.
+"""Extracts the text model from Hugging Face folders of models for images or audio.
 
 The text model belongs to a known family: its config is ``text_config``, or fields at the top
 level, and its weights are below ``language_model``. Its three-dimensional positions reduce to
-one dimension for text. Weights of the vision part are omitted.
+one dimension for text. Weights of other parts are omitted.
 """
 
 import logging
@@ -14,7 +14,10 @@ from mcore_ckpt.storage.index import TensorEntry
 
 log = logging.getLogger(__name__)
 
-_SEEING = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+_SEEING = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 _ELSEWHERE = ("image", "video", "vision", "boi_token", "eoi_token", "text_config", "mm_tokens")
 _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
 
@@ -45,7 +48,7 @@ def text_tower(
     }
     num_omitted = len(tensors) - len(named)
     log.warning(
-        "model_type %s: only the text model is read, as %s; %d vision tensors are omitted.",
+        "model_type %s: only the text model is read, as %s; %d other tensors are omitted.",
         model_type,
         tower,
         num_omitted,
@@ -75,7 +78,7 @@ def _ties(config: Mapping[str, Any], text: Mapping[str, Any], names: Collection[
         return config.get(name, True) and not has_head
     if model_type == "llama4":  # the head belongs to the text model
         return text.get(name, False)
-    tied = config.get(name, model_type == "gemma3")
+    tied = config.get(name, model_type in ("gemma3", "gemma3n", "gemma4"))
     # Older folders of this type have the field in text_config.
     return tied or (model_type == "qwen2_5_vl" and text.get(name, False))
 

@@ -285,7 +285,7 @@ class _Files:
     def __init__(self, root: Path, rank: int) -> None:
         self.folder = root / f"rank_{rank:05d}"
         self.failures: list[str] = []
-        """Errors of the current save: of this rank's pieces and of copies of other ranks'."""
+        """Errors of the current save, of this rank's pieces and of its copies of others'."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def where(self, iteration: int, rank: int) -> Path:
@@ -303,7 +303,10 @@ class _Files:
         ]
 
     def write(self, state: _State, iteration: int, rank: int) -> None:
-        """Write one checkpoint; add an error to ``failures``, as the package waits for all."""
+        """Write one checkpoint; an error is added to ``failures``.
+
+        nvidia-resiliency-ext waits for all ranks: if one rank raised, the others would hang.
+        """
         folder = self.where(iteration, rank)
         try:
             remove(folder)

@@ -311,21 +311,21 @@ def remove_steps(run_folder: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a step folder; its index first, so that no reader finds half a step.
+    """Delete a step folder, its index first, so that no reader finds half a step.
 
-    A folder that cannot be deleted whole is logged with the reason: it must not end a run.
+    Logs a warning with the reason if files remain: that must not end a run.
     """
     try:
         (folder / INDEX).unlink(missing_ok=True)
         _delete(folder)
     except OSError as error:
-        log.warning("%s could not be deleted, delete it by hand: %s", folder, error)
+        log.warning("%s could not be deleted completely, delete it by hand: %s", folder, error)
 
 
 def _delete(folder: Path) -> None:
     if isinstance(folder, StorePath):
         folder.delete_tree()
         return
-    shutil.rmtree(folder, ignore_errors=True)  # goes on after an error
+    shutil.rmtree(folder, ignore_errors=True)  # deletes all that it can
     if folder.exists():
-        shutil.rmtree(folder)  # raises the error
+        shutil.rmtree(folder)  # raises the first error

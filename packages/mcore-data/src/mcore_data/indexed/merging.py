@@ -145,7 +145,7 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
         )
     for name, option in _SETTINGS.items():
         first: dict[str, str] = {}  # a pair for each value of the setting
-        silent = []
+        without_setting = []
         for prefix, facts in pairs:
             group, _, inner = name.rpartition(".")
             values = facts.get(group, {}) if group else facts
@@ -154,11 +154,11 @@ def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
             if inner in values:
                 first.setdefault(repr(values[inner]), prefix)
             elif facts:
-                silent.append(prefix)
-        if first and silent:
+                without_setting.append(prefix)
+        if first and without_setting:
             log.warning(
-                "the manifest of %s does not record its %s: it is taken as that of %s.",
-                *(", ".join(silent), option, next(iter(first.values()))),
+                "%s is not recorded in the manifest of %s: assuming that it is as in %s.",
+                *(option, ", ".join(without_setting), next(iter(first.values()))),
             )
         if len(first) > 1:
             values_and_pairs = " and ".join(

@@ -51,7 +51,8 @@ class DataPlan:
         sequence_length: tokens of a sample.
         seed: seed of all shuffles.
         num_samples: requested samples of train, valid and test.
-        stretches: batch sizes from the first step on; the last phase is open-ended.
+        stretches: batch sizes from the first step on; the last phase has no end. (The name is
+            that of the file.)
         iteration: completed steps when the plan was written.
         consumed_samples: samples used by these steps.
         working_folder: folder to which relative paths of the options refer.

@@ -55,7 +55,7 @@ _RARE = 8
 Recording takes as long as tens of steps, and the number of rows falls quickly while a batch of
 texts ends."""
 _PROMPT_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of recorded steps with prompts. On an H200 Llama-3-8B reads a prompt of 128, 512 or
+"""Tokens of recorded prompt steps. On an H200 Llama-3-8B reads a prompt of 128, 512 or
 1024 tokens in 6, 14 or 30 ms with a graph, and in 33 to 37 ms without."""
 _ALWAYS_RECORDED = 256
 """Largest size that is recorded for a model of any size."""

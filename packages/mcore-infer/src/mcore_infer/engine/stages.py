@@ -5,10 +5,15 @@ stage, and the last stage sends its tokens and scores to all ranks. Each stage h
 values of its layers: the stages split the memory, but a step takes as long as on one rank.
 """
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mcore_models.building.layouts import stage_problems
+from mcore_models.config import TransformerConfig
+from mcore_models.logical_tensors import payload_width
 from mcore_models.protocol import LanguageModel, ModelState
 from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.mesh import Axis
@@ -16,12 +21,14 @@ from mcore_parallel.pipeline_parallel.p2p import Message, post
 from mcore_parallel.pipeline_parallel.stages import Stage
 
 
-def own_stage(num_layers: int, pp: Axis) -> Stage | None:
+def own_stage(config: TransformerConfig, pp: Axis) -> Stage | None:
     """Return this rank's stage of evenly divided layers; None without pipeline parallelism.
 
     Raises:
-        ValueError: if there are fewer layers than ranks.
+        ValueError: on all ranks, if there are fewer layers than ranks, or if layers of a stage
+            read the keys of a layer on another stage (``--num-kv-shared-layers``).
     """
+    num_layers = config.num_layers
     if pp.size == 1:
         return None
     if num_layers < pp.size:
@@ -29,9 +36,12 @@ def own_stage(num_layers: int, pp: Axis) -> Stage | None:
             f"--pipeline-model-parallel-size {pp.size} exceeds the {num_layers} layers of the "
             "model: use fewer stages."
         )
-    begin, end = (num_layers * rank // pp.size for rank in (pp.rank, pp.rank + 1))
+    bounds = [num_layers * rank // pp.size for rank in range(pp.size + 1)]
+    stages = [range(begin, end) for begin, end in pairwise(bounds)]
+    if problems := stage_problems(config, stages):
+        raise ValueError("\n".join(problems))
     is_last = pp.rank == pp.size - 1
-    return Stage(pp.rank, range(begin, end), pp.rank == 0, is_last, rank=pp.rank)
+    return Stage(pp.rank, stages[pp.rank], pp.rank == 0, is_last, rank=pp.rank)
 
 
 def run_stages(
@@ -57,7 +67,7 @@ def run_stages(
     x: Tensor = tokens
     pp, (num_rows, length) = model.pp, tokens.shape
     if pp.rank:
-        shape = length, num_rows, model.config.hidden_size
+        shape = length, num_rows, payload_width(model.config)
         x = torch.empty(shape, dtype=model.dtype, device=tokens.device)
         post([Message(x, pp.rank - 1, is_send=False)], pp).wait()
     hidden, _ = model(x, positions, state)

@@ -32,7 +32,7 @@ _MAX_TOKENS = 2**31
 _CONTENT = "a string or a list of parts of text"
 _OTHER_STRUCTURES = dict.fromkeys(
     ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-    "is a field of other servers: give response_format.",
+    "is a field of vLLM's own: use response_format.",
 )
 _RESERVED_FOR_TEMPLATE = {"messages", "add_generation_prompt", "tools"}
 
@@ -249,8 +249,8 @@ class Function(Body):
         types = self.parameters.get("type", "object")
         if "object" not in (types if isinstance(types, list) else [types]):
             raise ValueError(
-                f"the type of the parameters of {self.name} is {str(types)[:100]}: it must be "
-                "object, with a property for each argument."
+                f"function {self.name}: its parameters have the type {str(types)[:100]}, but "
+                "must be object, with a property for each argument."
             )
         return self
 

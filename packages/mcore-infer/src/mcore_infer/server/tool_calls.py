@@ -219,7 +219,7 @@ def calls_structure(
         if form.parameter:
             rules += _parameter_rules(f"arguments{i}", form, function.parameters, tokenizer)
         else:
-            # The schema may allow other values too, but a call has an object.
+            # The arguments of a call are an object also if the schema allows other values.
             schema = {**function.parameters, "type": "object"}
             rules.append(f"arguments{i}: {json_rule(schema)}")
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
@@ -452,7 +452,8 @@ class AnswerReader:
                 self.num_calls += 1
         self._text = self._text[parsed_end:]
         if is_last:
-            # After calls, separators belong to the format, and any other text is content.
+            # After calls, the end mark of the last call and separators belong to the format,
+            # and any other text is content.
             if self.num_calls:
                 call_end = self._form.after.removeprefix("}").strip()
                 self._text = self._text.lstrip().removeprefix(call_end).lstrip()

@@ -21,7 +21,7 @@ _DECODERS_ALONE = (
     *("embedding_multiplier", "residual_multiplier", "logits_multiplier", "use_mup"),
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
     *("mtp_num_layers", "embedding_layernorm", "value_norm", "num_kv_shared_layers"),
-    *("per_layer_embedding_size", "layer_output_scale"),
+    *("per_layer_embedding_size", "layer_output_scale", "activation_sparsity_pattern"),
 )
 """Fields that layers of encoder models (BERT, T5) ignore."""
 

@@ -4,9 +4,11 @@ A check returns all problems together, each with its flag and allowed values, so
 raises the same error before a collective. No torch here.
 """
 
+from collections.abc import Iterable, Sequence
+
 from mcore_base.options import listed
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores
-from mcore_models.layer_patterns import is_local
+from mcore_models.layer_patterns import is_local, keys_layer
 from mcore_models.logical_tensors import (
     ffn_size,
     further_mixers,
@@ -101,18 +103,31 @@ def layout_problems(
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
             f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
         )
-    problems += [
-        f"{flag} works on one pipeline stage only, as layers read tensors of the first layers: "
-        "use --pipeline-model-parallel-size 1."
-        for flag, size in (
-            ("--num-kv-shared-layers", config.num_kv_shared_layers),
-            ("--per-layer-embedding-size", config.per_layer_embedding_size),
-        )
-        if size and parallel.pipeline_model_parallel_size > 1
-    ]
     if seq_length:
         problems += _sequence_problems(config, parallel, seq_length)
     return problems
+
+
+def stage_problems(config: TransformerConfig, stages: Iterable[Sequence[int]]) -> list[str]:
+    """Return an error if layers of a pipeline stage read keys that another stage computes.
+
+    Args:
+        config: of the model.
+        stages: layers of each stage to check, as global numbers.
+    """
+    shared, depth = config.num_kv_shared_layers, config.num_layers
+    for layers in stages if shared else ():
+        for layer in layers:
+            if (source := keys_layer(config, layer)) not in layers:
+                first = min(keys_layer(config, i) for i in range(depth - shared, depth))
+                problem = (
+                    f"--num-kv-shared-layers {shared}: layer {layer} reads the keys and values "
+                    f"of layer {source}, which is on another pipeline stage: put the last "
+                    f"{depth - first} layers on one stage (--decoder-last-pipeline-num-layers "
+                    f"{depth - first} or more), or use --pipeline-model-parallel-size 1."
+                )
+                return [problem]
+    return []
 
 
 def _pattern_problems(config: TransformerConfig, moe: MoEConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_models.building.layouts import check_length, layout_problems
+from mcore_models.building.layouts import check_length, layout_problems, stage_problems
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.layers.layer_setup import PLAIN_EXECUTION, Execution, LayerSetup
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
@@ -100,6 +100,8 @@ class StageModel(TrainableModel):
                     "one of mcore_parallel.pipeline_parallel.stages.split_layers."
                 )
             stage = Stage(0, range(count), has_embedding=True, has_loss=True)
+        if problems := stage_problems(config, [stage.layers]):
+            raise ValueError("\n".join(problems))
         self.config, self.vocab_size, self.stage = config, vocab_size, stage
         self.dtype = dtype
         self.tp, self.cp, self.pp = ctx.tp, ctx.cp, ctx.pp

@@ -6,10 +6,12 @@ Otherwise it uses torch's scaled_dot_product_attention, with cuDNN before torch'
 on an H200 with heads of 128 channels cuDNN is 1.7 times as fast. Packed documents use torch's
 variable-length kernel on a GPU, and a mask elsewhere.
 
-The kernel is chosen elsewhere in four cases: a ring or gathered keys of context ranks
-(``fused_blocks.blocks_for``), decoding steps of mcore-infer's engine (``decode_kernels``), and
-models whose ``Attention.attend`` was set by ``transformer_engine`` or by
-``batch_invariant_model``. ``choice`` chooses nothing: it lists kernels for ranks to agree on.
+Other modules choose the kernel in four cases:
+- ring or all-gathered keys of context ranks: ``fused_blocks.blocks_for``;
+- decoding steps of mcore-infer's engine: ``decode_kernels``;
+- models whose ``Attention.attend`` was set by ``transformer_engine``;
+- models whose ``Attention.attend`` was set by ``batch_invariant_model``.
+``choice`` lists the optional kernels of a model, for ranks to agree on.
 """
 
 from collections.abc import Callable

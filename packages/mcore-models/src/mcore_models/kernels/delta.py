@@ -18,8 +18,8 @@ state in registers and writes the state before each chunk and its corrections; f
 outputs of each chunk are computed. Only the inputs and S^{-1} are saved for backward.
 
 With a decay for each channel of the keys (Kimi Delta Attention), g_t is a vector of K numbers,
-and A_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc}, which is no GEMM: e^{-G} alone may overflow.
-Plain torch computes this form.
+and A_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc}. As e^{-G} alone may overflow, this sum cannot
+be computed as a GEMM of k e^{G} and k e^{-G}. Plain torch computes this form.
 
 N heads with values of H channels, G key heads (each the query and key of N / G neighbouring
 heads) of K channels.
@@ -379,6 +379,7 @@ def delta_rule_plain(
     q, k = (x.to(wide).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     q, k, values = (_chunks(x, size) for x in (q, k, v.to(wide)))  # [b, N, c, Q, K or H]
     by_channel = g.dim() == 4
+    # [b, N, c, Q, K], or [b, N, c, Q, 1] with one decay for each head.
     decay = _chunks(g.to(wide) if by_channel else g.to(wide)[..., None], size)
     share = _chunks(beta.to(wide)[..., None], size)  # [b, N, c, Q, 1]
     sums = decay.cumsum(3)
@@ -394,7 +395,8 @@ def delta_rule_plain(
         from_before = from_before * (mine == previous)[..., None]
         to_end = to_end * (mine == ends)[..., None]
         over = over * (ends == previous)[..., None]
-    # The products of keys, and of queries, with the keys of a chunk: [b, N, c, Q, Q].
+    # Decayed products of the keys, and of the queries, with the keys of a chunk, each
+    # [b, N, c, Q, Q]; 0 above the diagonal.
     if by_channel:
         of_keys, of_queries = _DecayedProducts.apply(torch.stack([k, q]), k, sums) * sees
     else:
@@ -426,10 +428,10 @@ def delta_rule_plain(
 
 
 class _DecayedProducts(OnceDifferentiable):
-    """Products of rows a with earlier rows b, each channel decayed from b's token to a's.
+    """Products of rows a_i with rows b_j of earlier tokens, decayed by channel from j to i.
 
-    ``P_ij = sum_c a_ic b_jc e^{G_ic - G_jc}`` for j <= i, else 0. One token j at a time, so
-    that no tensor of Q x Q x K numbers is in memory, also not for backward.
+    ``P_ij = sum_c a_ic b_jc e^{G_ic - G_jc}`` for j <= i, else 0, with G = ``sums``. Computes
+    one token j at a time, so that neither pass has a tensor of Q x Q x K numbers in memory.
     """
 
     @staticmethod
@@ -457,7 +459,7 @@ class _DecayedProducts(OnceDifferentiable):
             weights = dproducts[..., later, [j]] * decay
             da[..., later, :] += weights * b[..., [j], :]
             db[..., j, :] = (weights * a[..., later, :]).sum((0, -2))
-        # G_i appears where a_i does, and -G_j where b_j does.
+        # P depends on a_i e^{G_i} and b_j e^{-G_j} only, so dG = a da - b db.
         return da, db, (a * da).sum(0) - b * db
 
 
@@ -481,8 +483,8 @@ def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
 
 def _kind(k: Tensor, v: Tensor, g: Tensor) -> Any:
     widths = kernel_widths(k.shape[-1], v.shape[-1])
-    is_fit = widths and v.dtype in NARROW and g.dim() == 3
-    return (v.dtype, *widths) if widths and is_fit else None
+    is_by_head = g.dim() == 3  # the kernels have one decay for each head
+    return (v.dtype, *widths) if widths and is_by_head and v.dtype in NARROW else None
 
 
 def _samples(
@@ -526,7 +528,8 @@ def gated_delta_rule(
         q: queries, already scaled.
         k: keys of length 1, without which the state may grow without bound.
         v: values.
-        g: logarithms of the decay, 0 or less: of each head, or of each channel of its keys.
+        g: logarithms of the decay, 0 or less: one for each head ``[S, B, N]``, or one for each
+            channel of a head's keys ``[S, B, N, K]``.
         beta: share of a key's stored value that is replaced, from 0 to 1.
         chunk_size: tokens of a chunk; kernels use their own.
         starts: tokens before which the state is reset: the first of each packed document.

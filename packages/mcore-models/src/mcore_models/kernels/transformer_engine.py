@@ -49,20 +49,21 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
         ImportError: if Transformer Engine is not installed, or cannot be loaded.
     """
     wrong_cudnn = (
-        "Transformer Engine has loaded the system's cuDNN instead of torch's: set CUDNN_HOME "
-        "to the folder nvidia/cudnn next to torch's folder, and put its lib first in "
-        "LD_LIBRARY_PATH."
+        "--transformer-impl transformer_engine: Transformer Engine has loaded the system's "
+        "cuDNN, not torch's. Set CUDNN_HOME to the folder nvidia/cudnn next to torch's folder, "
+        "and put its lib first in LD_LIBRARY_PATH."
     )
     try:
-        theirs = import_module("transformer_engine.pytorch").get_cudnn_version()
-        ours = torch.backends.cudnn.version() or 0
+        engine_version = import_module("transformer_engine.pytorch").get_cudnn_version()
+        torch_version = torch.backends.cudnn.version() or 0
     except (OSError, RuntimeError) as error:
         if "cudnn" not in str(error).lower():
             raise
         raise ValueError(wrong_cudnn) from error
-    if theirs[:2] != (ours // 10_000, ours % 10_000 // 100):  # 91900: cuDNN 9.19.0
+    # torch has one number, 91900 for cuDNN 9.19.0.
+    if engine_version[:2] != (torch_version // 10_000, torch_version % 10_000 // 100):
         raise ValueError(wrong_cudnn)
-    transformer_attend = TransformerEngineAttention()
+    engine_attend = TransformerEngineAttention()
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.gemm = by_transformer_engine(module.gemm)
@@ -71,7 +72,7 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
         elif isinstance(module, Experts):
             module.linear = transformer_engine_linear
         elif isinstance(module, Attention | LatentAttention) and backend == "auto":
-            module.attend = transformer_attend
+            module.attend = engine_attend
 
 
 def transformer_engine_norm(
@@ -126,14 +127,14 @@ class _Norm(OnceDifferentiable):
 class TransformerEngineAttention:
     """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel.
 
-    The first call of a kind (heads, widths, window, ...) compares Transformer Engine with the
-    formula on 128 tokens. Where results differ, a warning names the versions, and this
-    package's attention computes calls of that kind.
+    The first call with given heads, widths, scale, window and soft cap compares Transformer
+    Engine with plain torch on 128 tokens. If results differ, a warning names the versions, and
+    mcore-models' ``attend`` computes all such calls.
     """
 
     def __init__(self) -> None:
         """Prepare the cache of modules, one without parameters for each kind of call."""
-        self._modules: dict[tuple[Any, ...], Any] = {}  # None: wrong results
+        self._modules: dict[tuple[Any, ...], Any] = {}  # None: results were wrong, not used
 
     def __call__(
         self,
@@ -234,4 +235,4 @@ def _try_attention(
 _ATTENTION = OptionalKernel(
     "attention of Transformer Engine", ("transformer-engine", "flash-attn-4"), _try_attention
 )
-_REPLACED = "this package's attention computes it"
+_REPLACED = "the attention of mcore-models is used"

@@ -24,7 +24,7 @@ from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.kernels.rope import RotaryTables, rotate
-from mcore_models.layer_patterns import is_local
+from mcore_models.layer_patterns import is_local, keys_layer
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
@@ -84,15 +84,7 @@ class Attention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        # The layer whose entry of the key/value cache this layer uses. A layer without keys
-        # (--num-kv-shared-layers) uses the entry of the last layer that has keys and is of the
-        # same kind (local or not).
-        self.state_layer = layer
-        if shared := config.num_kv_shared_layers:
-            layers_with_keys = range(config.num_layers - shared)
-            self.state_layer = max(
-                i for i in layers_with_keys if is_local(config, i) == self.is_local
-            )
+        self.state_layer = keys_layer(config, layer)  # its entry of the key/value cache is used
         self.parts = qkv_parts(config)
         outputs = [
             LinearOutput(part, G * H, holders)

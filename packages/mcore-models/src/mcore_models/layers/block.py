@@ -10,10 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_models.layers.altup import AltUp, Laurel
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
@@ -61,19 +63,19 @@ class TransformerBlock(ResidualBlock):
                 normed stream and the keyword ``inputs``, mlp the normed stream alone.
 
         Raises:
-            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual`` or
-                ``--norm-placement`` requires another class of block.
+            ValueError: if ``parts`` names an unknown mixer, or if ``--parallel-residual``,
+                ``--norm-placement`` or ``--altup-num-inputs`` requires another class of block.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
         super().__init__(dropout, setup.streams, setup.recomputed, config.residual_multiplier)
-        kinds = ParallelBlock, PostNormBlock, TransformerBlock
+        kinds = AltUpBlock, ParallelBlock, PostNormBlock, TransformerBlock
         built, needed = next(k for k in kinds if isinstance(self, k)), _block_type(config)
         if built is not needed:
             raise ValueError(
-                f"--parallel-residual {config.parallel_residual} and --norm-placement "
-                f"{config.norm_placement} need a {needed.__name__}: build the layer with "
-                "build_block."
+                f"--parallel-residual {config.parallel_residual}, --norm-placement "
+                f"{config.norm_placement} and --altup-num-inputs {config.altup_num_inputs} "
+                f"need a {needed.__name__}: build the layer with build_block."
             )
         parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
@@ -141,11 +143,11 @@ class TransformerBlock(ResidualBlock):
         mixer: Callable[[Tensor], Output],
         recomputed_as: str = "",
     ) -> tuple[Output, Residual]:
-        """Return the output of the mixer at an index, and the stream that it has read."""
+        """Run the mixer at ``index`` of the layer; return its output and its input stream."""
         return self.mix(stream, self._norm(self.norms[index][0]), mixer, recomputed_as)
 
     def _add_at(self, index: int, stream: Residual, output: MixerOutput) -> Residual:
-        """Add the output of the mixer at an index to the stream."""
+        """Add the output of the mixer at ``index`` of the layer to the stream."""
         return self.add(stream, output, self._norm(self.norms[index][1]))
 
     def _norm(self, name: str) -> Any:
@@ -232,6 +234,53 @@ class ParallelBlock(TransformerBlock):
         return False
 
 
+class AltUpBlock(TransformerBlock):
+    """Transformer layer that runs on the first of several streams, and corrects all streams.
+
+    x is the first predicted stream (``AltUp.predict``), n and m are norms:
+        ``x = (x + attention(n(x)) + laurel(n(x))) / sqrt(2)``
+        ``x = x + mlp(m(x))``
+    ``AltUp.correct`` then corrects all streams by x. The corrected first stream gates the
+    layer's per-layer embedding, which is added to the other streams.
+
+    Reference:
+        Gemma team 2025, Gemma 3n release; see ``layers.altup``.
+    """
+
+    def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
+        """Allocate this rank's share of the layer, as ``TransformerBlock``."""
+        super().__init__(setup, mixers)
+        self.altup = AltUp(setup)
+        self.laurel = Laurel(setup) if setup.config.laurel_rank else None
+
+    def forward(
+        self, stream: Residual, inputs: BlockInputs, rows: Int[Tensor, " R"] | None = None
+    ) -> Residual:
+        """Return the layer's output streams ``[s, B, n * D]``; communicates as its mixers."""
+        assert rows is None  # ends_with_mlp is False
+        n = self.altup.num_streams
+        predicted = self.altup.predict(stream.total().unflatten(-1, (n, -1)))
+        active = self._attend(Residual(predicted[..., 0, :], None, stream.aux), inputs)
+        active = self._run_mixers(active, inputs, slice(1, -1))
+        corrected = self.altup.correct(predicted, active.total())
+        first, others = corrected.split((1, n - 1), -2)
+        layer_input, (_, post_norm) = self._mixer(self.mixers[-1], inputs), self.norms[-1]
+        vector = layer_input(first.squeeze(-2) * self.altup.gating_scale)
+        vector = self.dropout(self._norm(post_norm)(vector)) * self.multiplier
+        streams = torch.cat([first, others + vector.unsqueeze(-2)], -2)
+        streams = streams.flatten(-2)  # [s, B, n, D] -> [s, B, n * D]
+        return self._scale_output(Residual(streams, None, active.aux))
+
+    def _attend(self, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Add attention and LAuReL, both of one norm of the stream, to the stream."""
+        if self.laurel is None:
+            return self._run_mixers(stream, inputs, slice(1))
+        laurel, attention = self.laurel, self._mixer(self.mixers[0], inputs)
+        norm, post_norm = map(self._norm, self.norms[0])
+        y, stream = self.mix(stream, norm, lambda x: post_norm(attention(x)) + laurel(x))
+        return Residual(self.add(stream, y).total() * 2**-0.5, None, stream.aux)
+
+
 class PostNormBlock(TransformerBlock):
     """Transformer layer that norms the stream itself: ``x = a h + b mixer(h)``, h = norm(x).
 
@@ -262,17 +311,19 @@ class PostNormBlock(TransformerBlock):
         return stream.plus(y if factor == 1 else y * factor, aux)
 
     def _factors(self, index: int) -> tuple[float, float]:
-        """Return the factors on the stream and on the output of the mixer at an index."""
+        """Return the factors on the stream and on the output of the mixer at ``index``."""
         config, kind = self.config, _FACTOR_INDEX.get(self.mixers[index], 1)
         return config.residual_stream_factors[kind], config.residual_output_factors[kind]
 
 
 def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
-    """Build the class of block that ``--parallel-residual`` and ``--norm-placement`` need."""
+    """Build the class of block that the options of the residual stream need."""
     return _block_type(setup.config)(setup, mixers)
 
 
 def _block_type(config: TransformerConfig) -> type[TransformerBlock]:
+    if config.altup_num_inputs:
+        return AltUpBlock
     if config.parallel_residual != "off":
         return ParallelBlock
     return PostNormBlock if config.norm_placement == "post" else TransformerBlock

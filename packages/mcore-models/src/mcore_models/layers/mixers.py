@@ -7,6 +7,7 @@ tables in which a new kind of layer needs a row ("A new layer kind").
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from mcore_models.layers.recurrent.kimi_delta import KimiDelta
 from mcore_models.layers.recurrent.lightning import LightningAttention
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.short_conv import ShortConv
+from mcore_models.layers.sparse_mlp import SparseMLP
 from mcore_models.logical_tensors import ffn_size, is_gated
 from mcore_moe.axes import moe_axes
 from mcore_moe.experts.network import ExpertNetwork
@@ -47,6 +49,9 @@ def build_mlp(setup: LayerSetup, network: ExpertNetwork | None = None) -> MLP:
     """Build the dense feed-forward layer; ``network`` replaces the network of the config."""
     network = network or feed_forward_network(setup, recomputed_as="mlp_act")
     kind = Fp8GatedMLP if Fp8GatedMLP.supports(network, setup.gemms) else MLP
+    pattern = setup.config.activation_sparsity_pattern
+    if pattern and pattern[setup.layer]:
+        kind = partial(SparseMLP, sparsity=pattern[setup.layer])
     return kind(
         setup.config.hidden_size,
         ffn_size(setup.config),

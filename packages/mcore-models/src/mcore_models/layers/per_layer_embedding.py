@@ -24,7 +24,7 @@ from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import stream_cuts
 from mcore_moe.activations import gelu_tanh
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
 
 _NO_INPUTS = BlockInputs()
 
@@ -60,8 +60,11 @@ class PerLayerEmbedding(nn.Module):
         cuts = stream_cuts(ctx)
         self.width, D = config.per_layer_embedding_size, config.hidden_size
         channels = config.num_layers * self.width
+        self.num_rows = config.per_layer_embedding_vocab_size or vocab_size
+        padded = padded_vocab(self.num_rows, config.make_vocab_size_divisible_by, ctx.tp.size)
+        vocab_split = vocab_split | {"padded_vocab_size": padded}
         self.table = VocabParallelEmbedding(
-            vocab_size, channels, **vocab_split, **factory_kwargs
+            self.num_rows, channels, **vocab_split, **factory_kwargs
         )
         self.proj = ReplicatedLinear(
             D, channels, axis=ctx.tp, sequence_parallel=cuts.size > 1, **factory_kwargs
@@ -81,7 +84,8 @@ class PerLayerEmbedding(nn.Module):
         """
         # The factor is rounded to the model's dtype, like the factor of the main embedding.
         factor = torch.tensor(math.sqrt(self.width), dtype=x.dtype).item()
-        looked_up = (self.table(tokens) * factor).unflatten(-1, (-1, self.width))
+        rows = tokens.where(tokens < self.num_rows, 0)
+        looked_up = (self.table(rows) * factor).unflatten(-1, (-1, self.width))
         projected = self.proj(x) * x.shape[-1] ** -0.5
         normed = self.norm(projected.unflatten(-1, (-1, self.width)))
         return (normed + looked_up) * 2**-0.5

@@ -250,7 +250,8 @@ class Peers:
     Limitation: torch numbers the rendezvous of a process over all of its groups, and ranks wait
     for that number. If numbers of tokens differ, ranks of different ``ep`` groups make
     different numbers of rendezvous, and would hang if another group shared symmetric memory
-    later. Nothing else in these packages uses symmetric memory.
+    later. The only other user of symmetric memory is mcore-infer's whole-step kernel over
+    tensor ranks, for models without experts.
     """
 
     def __init__(self, ep: Axis, device: torch.device, memory: Any = None) -> None:

@@ -122,16 +122,16 @@ def merge_parts(parts: Sequence[Factors]) -> Factors:
     sizes = bounds.diff()  # [parts, e + 1]: rows of each expert, then rows of no expert
     # A segment is the rows of one expert in one part. ``sizes.cumsum`` has the ends of the
     # segments in the order by part (source), ``ends`` in the order by expert (destination).
-    # Every row of a segment moves by the difference of the two. Rows of no expert, which come
-    # last and no GEMM reads, are not copied.
+    # Every row of a segment moves by the difference of the two. Rows of no expert come last.
     ends = sizes.t().flatten().cumsum(0).view(-1, len(parts)).t().flatten()
     sizes = sizes.flatten()
     moves = (ends - sizes.cumsum(0)).repeat_interleave(sizes, output_size=num_rows)
     destinations = torch.arange(num_rows, device=moves.device) + moves
     offsets = bounds[:, :-1].sum(0, dtype=torch.int32)
-    places = destinations.where(destinations < offsets[-1], num_rows)
-    grad, grad_sources = _merge_side(grads, grad_sources, destinations, places)
-    x, x_sources = _merge_side(xs, x_sources, destinations, places)
+    # ``put_rows`` leaves rows with the number num_rows out: no GEMM reads rows of no expert.
+    copy_destinations = destinations.where(destinations < offsets[-1], num_rows)
+    grad, grad_sources = _merge_side(grads, grad_sources, destinations, copy_destinations)
+    x, x_sources = _merge_side(xs, x_sources, destinations, copy_destinations)
     return Factors(grad, x, offsets, grad_sources, x_sources)
 
 
@@ -139,18 +139,18 @@ def _merge_side(
     parts: tuple[Tensor, ...],
     sources: tuple[Tensor | None, ...],
     destinations: Tensor,
-    places: Tensor,
+    copy_destinations: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Return one factor's merged rows, and their sources if the factor is gathered.
 
-    Rows are copied to their places; of a gathered factor rows are concatenated, and only their
-    sources are permuted, to their destinations.
+    Copies the rows to ``copy_destinations``. If the factor is gathered, concatenates the rows
+    and permutes only their sources, to ``destinations``.
     """
     part_sources = [numbers for numbers in sources if numbers is not None]
     if not part_sources:
         rows = parts[0].new_empty(len(destinations), parts[0].shape[1])
-        part_places = places.split([len(part) for part in parts])
-        for part, row_ids in zip(parts, part_places, strict=True):
+        part_destinations = copy_destinations.split([len(part) for part in parts])
+        for part, row_ids in zip(parts, part_destinations, strict=True):
             put_rows(rows, part, row_ids)
         return rows, None
     # Sources count from the first row of their part: add that row's number.

@@ -207,11 +207,11 @@ def _copy_rows(x, slots, rows, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.co
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    # A token without rows is not read: it may be padding up to a fixed number of rows.
-    first = num_rows
+    # A token without a row is not loaded: with a fixed number of rows many are padding.
+    first_row = num_rows
     for j in tl.static_range(TOPK):
-        first = tl.minimum(first, tl.load(slots + token * TOPK + j))
-    part = tl.load(x + token * width + column, mask=inside & (first < num_rows))
+        first_row = tl.minimum(first_row, tl.load(slots + token * TOPK + j))
+    part = tl.load(x + token * width + column, mask=inside & (first_row < num_rows))
     for j in tl.static_range(TOPK):
         row = tl.load(slots + token * TOPK + j).to(tl.int64)
         tl.store(rows + row * width + column, part, mask=inside & (row < num_rows))
@@ -251,7 +251,7 @@ def _sum_plain(
 def _put_plain(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    # An extra row at the end takes the rows without a place.
+    # Rows to leave out are written to an extra row at the end.
     padded = torch.cat([rows, rows.new_empty(1, *rows.shape[1:])])
     padded.index_copy_(0, places.clamp(max=len(rows)).long(), x)
     rows.copy_(padded[:-1])
@@ -338,9 +338,9 @@ def sum_rows(
 def put_rows(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    """Write row i of ``x`` to row ``places[i]`` of ``rows``; R or more: the row is left out.
+    """Write row i of ``x`` to row ``places[i]`` of ``rows``, if ``places[i]`` is below R.
 
-    No place below R may occur twice. Rows of no place keep their values.
+    No number below R may occur twice in ``places``. Other rows of ``rows`` keep their values.
     """
     _copy_into(rows, x, places.unsqueeze(1))
 

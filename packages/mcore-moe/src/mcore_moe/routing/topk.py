@@ -36,7 +36,7 @@ def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Te
             ``sqrtsoftplus`` (elementwise).
 
     Raises:
-        ValueError: for another score function.
+        ValueError: if the score function is another one.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function in ("softmax", "sparsemixer"):
@@ -45,7 +45,10 @@ def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Te
         return logits.sigmoid()
     if score_function == "sqrtsoftplus":
         return F.softplus(logits).sqrt()
-    raise ValueError(f"{score_function} has no scores: add them to expert_scores.")
+    raise ValueError(
+        f"unknown score function {score_function!r}: use softmax, sparsemixer, sigmoid or "
+        "sqrtsoftplus, or add a branch to expert_scores."
+    )
 
 
 def route(

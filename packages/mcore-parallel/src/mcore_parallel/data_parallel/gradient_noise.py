@@ -132,21 +132,23 @@ class GradientNoise:
 
 
 class ShardedGradientNoise:
-    """Computes the two norms of a step over the dense weights of ``fully_shard``.
+    """Computes the two norms of a step over dense weights that are fully sharded.
 
-    Rows hold the sum over data ranks after the backward of each micro-batch, so a part is one
-    micro-batch of all data ranks. Not measured are experts, and gradients that ``finish`` sums
-    over further axes.
+    ``fully_shard`` reduce-scatters in the backward of each micro-batch, so a part is one
+    micro-batch of all data ranks. Leaves out experts, and weights whose gradients ``finish``
+    sums over further axes.
     """
 
     def __init__(self, data_parallel: FullyShardedDataParallel) -> None:
-        """Read the rows of an engine, whose data ranks must be one optimizer instance."""
+        """Find the gradients of an engine, whose data ranks must be one optimizer instance."""
         self._device = data_parallel.ctx.device
         self._rows: list[list[tuple[NamedParameter, Tensor]]] = []
         for chunk in data_parallel.chunks:
-            held = {id(parameter) for parameter in chunk.parameters()}
-            units = [u for u in data_parallel.sharded if id(u.parameter) in held]
-            self._rows.append([(u.named, u.grads) for u in units if _is_complete(u.named)])
+            in_chunk = {id(parameter) for parameter in chunk.parameters()}
+            units = [unit for unit in data_parallel.sharded if id(unit.parameter) in in_chunk]
+            self._rows.append(
+                [(unit.named, unit.grads) for unit in units if _is_complete(unit.named)]
+            )
         self._parts: list[Tensor] = []
         self._num_microbatches = 0
 
@@ -156,7 +158,7 @@ class ShardedGradientNoise:
         return self._after_first if num_microbatches > 1 else None
 
     def end(self) -> None:
-        """Stop measuring; gradients are read by the callback of ``start`` only."""
+        """Do nothing: only the callback of ``start`` and ``take`` read gradients."""
 
     def take(self) -> NoiseSquares | None:
         """Return the squares of the last measured step; None if it had one micro-batch."""
@@ -172,7 +174,7 @@ class ShardedGradientNoise:
 
 
 def _is_complete(named: NamedParameter) -> bool:
-    """Whether a dense gradient needs no sum but that over data ranks."""
+    """Return whether a gradient is dense and summed over data ranks only."""
     layout = named.layout
     partial_sizes = [part.partial.size for part in layout.parts]
     return layout.data == "dense" and max([layout.tied.size, *partial_sizes]) == 1

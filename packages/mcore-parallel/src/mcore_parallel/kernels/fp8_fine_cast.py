@@ -95,7 +95,7 @@ def _largest_of_lines(
 @no_type_check
 def _scales(bits, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
     top = bits.to(tl.float32, bitcast=True)
-    is_finite = bits < 0x7F800000
+    is_finite = top < float("inf")  # false for NaN, whose sign bit a maximum may have set
     top = tl.maximum(top, SMALLEST)
     limit = tl.full(top.shape, LIMIT, tl.float32)
     scale, inverse = tl.div_rn(limit, top), tl.div_rn(top, limit)

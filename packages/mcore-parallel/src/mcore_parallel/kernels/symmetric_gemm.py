@@ -1,7 +1,7 @@
-"""quack's GEMM for symmetric results, which computes the tiles on one side of the diagonal.
+"""Symmetric products by quack's GEMM, which computes the tiles on one side of the diagonal.
 
-Optional (``pip install quack-kernels``, Hopper): Muon's iteration uses it for X X^T and for
-b A + c A A, which are three fifths of its operations for a square matrix.
+Optional (``pip install quack-kernels``, Hopper). Muon's iteration has three products; two are
+symmetric, X X^T and b A + c A A, which are two thirds of its operations for a square matrix.
 """
 
 import warnings
@@ -17,11 +17,11 @@ from mcore_parallel.optional_kernels import Sample, optional_kernel, package_ver
 
 _PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
 _FEWEST_ROWS = 2048
-"""With fewer rows a GPU has too few tiles for half of them to matter."""
+"""Fewest rows for the kernel: half the tiles of a smaller product take as long as all."""
 
 
 @cache
-def fits(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Return whether the package is installed and the device is a Hopper GPU."""
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and bool(package_versions(["quack-kernels"]))
@@ -43,7 +43,7 @@ def _plain(
 def _kind(x: Tensor) -> tuple[()] | None:
     rows, columns = x.shape[-2:]
     is_large = rows >= _FEWEST_ROWS and rows % 8 == 0 and columns % 8 == 0
-    return () if x.dtype == torch.bfloat16 and is_large and fits(x.device) else None
+    return () if x.dtype == torch.bfloat16 and is_large and is_available(x.device) else None
 
 
 def _samples(device: torch.device) -> Iterator[Sample]:
@@ -78,10 +78,10 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Float[Tensor, "*b m m"]:
-    """Return ``alpha x x^T + beta added``.
+    """Return the symmetric matrices ``alpha x x^T + beta added``.
 
     Args:
-        x: matrices; bfloat16 for the kernel.
+        x: matrices; the kernel takes bfloat16.
         added: symmetric matrices; None: zeros.
         alpha: factor of the product.
         beta: factor of ``added``.

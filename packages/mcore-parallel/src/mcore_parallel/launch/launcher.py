@@ -185,15 +185,14 @@ def initialize(
 
 
 def prepare_kernel_packages() -> None:
-    """Set variables of kernel packages that are not set yet: caches, and what must stay off.
+    """Set environment variables of kernel packages, unless the user has set them.
 
-    CuTe kernels get cache folders, so that a host compiles each kernel once: flash-attn-4
-    caches no kernels by default. The packages name cached files by versions and sources, and
-    lock them. Their default folder depends on a user name, which a user of a container may not
-    have.
-
-    Transformer Engine 2.20 prefers flash-attn-4 where it is installed, and its call of 4.0.0b36
-    returned zeros on an H200 (nvidia-cutlass-dsl 4.8.1): it is turned off.
+    - CuTe kernels get cache folders, so that a host compiles each kernel once: flash-attn-4
+      caches no kernels by default. The packages name cached files by versions and sources, and
+      lock them. Their default folder depends on a user name, which a user of a container may
+      not have.
+    - Transformer Engine does not use flash-attn-4: version 2.20 would prefer it, and attention
+      of its call of 4.0.0b36 was zero on an H200 (nvidia-cutlass-dsl 4.8.1).
     """
     os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     folder = Path(tempfile.gettempdir()) / f"mcore-kernels-{os.getuid()}"

@@ -19,8 +19,8 @@ MATRIX_OPTIMIZERS = ("muon", "soap", "adafactor")
 NUM_MOMENTS: Mapping[str, int] = MappingProxyType(
     {"adam": 2, "sgd": 1, "lion": 1, "schedule_free": 3, "muon": 1, "soap": 0, "adafactor": 0}
 )
-"""Moments of each weight that an optimizer keeps, of each weight in a matrix if it is a matrix
-optimizer; memory estimates count them. State of whole matrices comes from ``state_shapes``."""
+"""Moments that an optimizer stores for each weight, for memory estimates. Those of a matrix
+optimizer are of weights in matrices; state of another shape is in its ``state_shapes``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

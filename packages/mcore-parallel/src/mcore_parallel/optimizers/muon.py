@@ -176,6 +176,7 @@ def _iterate(
     for step in range(num_steps):
         a, b, c = table[min(step, len(table) - 1)]
         gram = symmetric_product(x)
-        gram = symmetric_product(gram, gram, beta=b, alpha=c)  # b A + c A A: A is symmetric
+        # b A + c A A, where A A = A A^T as A is symmetric.
+        gram = symmetric_product(gram, gram, beta=b, alpha=c)
         x = addmm(x, gram, x, beta=a)
     return x

@@ -86,7 +86,7 @@ def linear_cross_entropy(
     flat_weights = weights.t().reshape(-1)
     rows, matrix = cast_factor(rows), cast_factor(weight.detach())
     with without_autocast(rows.device):
-        total, losses = _HeadLoss.apply(
+        total, losses = _LinearCrossEntropy.apply(
             rows,
             weight,
             matrix,
@@ -102,7 +102,7 @@ def linear_cross_entropy(
     return total, losses.view(labels.t().shape).t()
 
 
-class _HeadLoss(OnceDifferentiable):
+class _LinearCrossEntropy(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -51,7 +51,7 @@ class BatchRamp:
         return self.start + consumed * num_increments // self.samples * self.increment
 
     def sizes(self) -> tuple[int, ...]:
-        """Return every size that a step after ``past`` may have, smallest first."""
+        """Return every batch size that a step after the first ``past`` may have, ascending."""
         if self.steps:
             return tuple(sorted({size for _, size in self.steps}))
         if not self.start:

@@ -255,16 +255,41 @@ def continue_plan(plan: "Plan") -> "Plan":
     """
     from mcore_data.tracing.data_plan import PLAN_FILE
 
-    options = starting_point(plan.config)
-    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
-    if folder is None or options.finetune or is_hf_folder(folder):
+    if (folder := _step_to_continue(plan.config)) is None:
         return plan
     extra, file = checkpoint_extra(folder), folder / PLAN_FILE
-    is_base = plan.config.peft.peft != "none" and ADAPTER not in extra
-    if is_base or "iteration" not in extra:  # counts steps from zero
-        return plan
     text = file.read_text("utf-8") if file.is_file() else ""
     return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
+
+
+def check_schedule(plan: "Plan") -> None:
+    """Check that the checkpoint's learning-rate schedule is that of the flags; reads the index.
+
+    A run with local checkpoints is checked when it loads, since the step on its disks may be
+    newer than that of ``--load``.
+
+    Raises:
+        ValueError: with the fields that differ, as ``reconcile``.
+    """
+    from mcore_train.updating.lr_schedule import reconcile
+
+    config = plan.config
+    folder = _step_to_continue(config)
+    if folder is None or config.local_saving.non_persistent_local_ckpt_dir:
+        return
+    extra, continued = checkpoint_extra(folder), continue_plan(plan)
+    reconcile(extra["schedule"], continued.schedule, config.schedule, extra["schedule_samples"])
+
+
+def _step_to_continue(config: TrainConfig) -> Path | None:
+    """Return the step folder whose count of steps a run continues; None: none."""
+    options = starting_point(config)
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is None or options.finetune or is_hf_folder(folder):
+        return None
+    extra = checkpoint_extra(folder)
+    is_base = config.peft.peft != "none" and ADAPTER not in extra
+    return None if is_base or "iteration" not in extra else folder
 
 
 def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[BatchSizePhase]":

@@ -57,7 +57,7 @@ _RANK_OF_FILE = (
     re.compile(r"(?:^|[^a-z])(?:global_?)?(?:rank|task|proc)[-_.]?(\d+)(?!\d)"),
     re.compile(r"^(\d+)\.(?:out|err|log|txt)$"),
 )
-_RUN_FOLDER = re.compile(r".+_[a-z0-9_]{8}")  # torchrun's: the run's name, random letters
+_RUN_FOLDER = re.compile(r".+_[a-z0-9_]{8}")  # torchrun: name of the run, random letters
 _RANK_SUFFIX = re.compile(r"[-_.](?:rank|task)[-_]?\d+$")
 _HOST_OF_LINE = re.compile(
     r" ON (?P<slurm>[\w.-]+) CANCELLED|error: (?P<srun>[\w.-]+): task|"
@@ -171,13 +171,14 @@ def _read_file(path: Path, folder: Path, ordinary: set[bytes]) -> LogFile | None
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file is a log by its first bytes, which are not those of a pickle.
+    """Return whether the first bytes of a file are text: no pickle, few control characters.
 
-    Messages of C programs may end in a NUL, and a shared file system fills a hole in a log with
-    NULs.
+    NULs are ignored: messages of C programs may end in one, and a shared file system fills a
+    hole in a log with them.
     """
     rest = head.replace(b"\0", b"")
-    return head[:1] != b"\x80" and len(_CONTROL.findall(rest)) <= 0.02 * len(rest)
+    is_pickle = head[:1] == b"\x80"
+    return not is_pickle and len(_CONTROL.findall(rest)) <= 0.02 * len(rest)
 
 
 def _last_step(data: mmap.mmap) -> int | None:

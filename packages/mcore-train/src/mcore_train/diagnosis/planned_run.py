@@ -7,9 +7,9 @@ from typing import Any
 from mcore_models.families import Family
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, compose, field_types
 from mcore_train.planning.expert_wgrads import (
-    is_automatic,
+    has_automatic_wgrads,
+    set_wgrad_micro_batches,
     with_chosen_wgrads,
-    with_number,
 )
 from mcore_train.planning.gain import Changes, Gain, predict_gains, smaller_changes
 from mcore_train.planning.step_time import StepTime, predict_step
@@ -75,8 +75,9 @@ def plan_run(header: Mapping[str, Any], options: Mapping[str, Any]) -> PlannedRu
     if command is None:
         raise ValueError("the run has options that this version does not have")
     config = compose(options, command.run)
-    if is_automatic(config) and "moe_wgrad_micro_batches" not in header:
-        config = with_number(config, 1)  # an older run, which had no choice
+    if has_automatic_wgrads(config) and "moe_wgrad_micro_batches" not in header:
+        # A run of an earlier version, whose default was 1.
+        config = set_wgrad_micro_batches(config, 1)
     vocab_size = config.tokenizer.vocab_size
     if not vocab_size:
         tokenizer = load_tokenizer(config)

@@ -218,7 +218,7 @@ RULES: tuple[Rule, ...] = (
         "Set the same MASTER_ADDR and MASTER_PORT on all hosts, reachable from each "
         "(mcore-train doctor checks this), and start the same command on all hosts.",
     ),
-    # -- Reactions to another rank's failure, after the rank that they name.
+    # -- Reactions to another rank's failure; the first names the rank that failed.
     _root(
         "dead rank",
         "killed",

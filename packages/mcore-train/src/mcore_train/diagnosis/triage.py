@@ -171,13 +171,17 @@ def _tier(finding: Finding) -> int:
 
 
 def _first(findings: Sequence[Finding]) -> Finding:
-    """Return the first finding: by the watchdog, then named, then by time, then special."""
+    """Return the finding that is likeliest the first error of the run.
+
+    In this order: findings of the watchdog, findings that name a rank, earlier ones, findings
+    of specific rules.
+    """
 
     def order(finding: Finding) -> tuple[bool, bool, bool, float, bool, int, int]:
         rank = finding.rank
         return (
             not finding.place,
-            # A peer sees that a process ended; its launcher sees by which signal.
+            # Last: a peer reports only that a process ended, its launcher the signal too.
             finding.rule.name == "dead rank",
             not finding.is_named,
             float("inf") if finding.time_s is None else finding.time_s,
@@ -254,14 +258,13 @@ def _ended_early(
     first: Finding,
     ranks: tuple[int, ...],
 ) -> Verdict:
-    """Return the verdict for ranks that ended without an error, seen by peers on their host.
+    """Return the verdict for ranks without an error whose connections to their host closed.
 
-    No network is between processes of one host: a closed connection means that the process
-    ended. torchrun reports each worker that a signal ended; a worker without such a report has
-    left with exit code 0.
+    Processes of one host need no network: a closed connection means that the process ended.
+    torchrun reports each worker that a signal ended; if it reports others only, this worker
+    ended with exit code 0.
     """
-    exits = {f.rank for f in findings if f.rule.name == "exit code"}
-    if not exits:
+    if not any(finding.rule.name == "exit code" for finding in findings):
         return _verdict(folder, logs, first, "killed", ranks, first.text)
     message = (
         f"rank {_list_some(ranks)} ended without an error while other ranks waited in a "
@@ -320,8 +323,8 @@ def _verdict(
         advice = cheapest_remedy(memory)
     elif fault == "collective_mismatch" and not advice:
         advice = (
-            "Let all ranks run the same number of steps: give each as many batches, and let no "
-            "rank return or exit alone."
+            "Let all ranks run the same number of steps: give each rank equally many batches, "
+            "and let no rank return or exit alone."
         )
     elif fault in ("collective_timeout", "network") and not advice:
         advice = (

@@ -154,6 +154,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
     words |= {"delta_net": "delta net", "short_conv": "short convolution"}
     words |= {"lightning": "lightning attention", "kda": "Kimi Delta Attention"}
     words |= {"layer_input": "vector of the layer"}
+    shares = config.model.activation_sparsity_pattern
     return [
         tuple(
             _positioned(config, layer)
@@ -161,6 +162,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
             else words.get(name, name.replace("_", " "))
             for name in names
         )
+        + ("sparse gates",) * (any(shares) and shares[layer] > 0)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))
     ]
 

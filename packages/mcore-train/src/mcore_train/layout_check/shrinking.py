@@ -116,6 +116,11 @@ class Shrinking:
         if shared := model.num_kv_shared_layers:
             first = model.num_layers - shared
             chosen["num_kv_shared_layers"] = sum(i >= first for i in self.flat_layers)
+        if shares := model.activation_sparsity_pattern:
+            # Half of the gates are cut: of the small run's few gates none may exceed a higher
+            # quantile.
+            halved = tuple(0.5 * (shares[i] > 0) for i in self.flat_layers)
+            chosen["activation_sparsity_pattern"] = halved
         if isinstance(model, T5Config):
             in_encoder = [layer < encoder_layers(model) for layer in self.flat_layers]
             num_encoder, num_decoder = sum(in_encoder), in_encoder.count(False)
@@ -473,7 +478,8 @@ def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
     """Return the kept layers of each stage: one or two of the real stage.
 
     Kept layers are of the kinds that the stage has, first of kinds that no earlier stage keeps;
-    a single stage keeps one layer of each kind.
+    a single stage keeps one layer of each kind, and so does every stage of a model whose layers
+    share keys.
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
@@ -492,6 +498,9 @@ def _keep_layers(plan: Plan, layout: ParallelConfig) -> list[list[int]]:
         count = most
         if len(counts) > 1:
             count = 2 if len(stage.layers) > min(counts) else 1
+        if plan.config.model.num_kv_shared_layers:
+            # Layers that read keys and the layer that computes the keys stay on one stage.
+            count = max(count, len({kinds[layer] for layer in stage.layers}))
         before = [layer for layers in kept for layer in layers]
         kept.append(_choose_layers(plan, stage, count, before))
     return kept
@@ -515,7 +524,8 @@ def _choose_layers(plan: Plan, stage: Stage, count: int, before: list[int]) -> l
     while len(chosen) < min(count, len(layers)):
         position = len(before) + len(chosen)
         small_kind = is_local(small, position), is_rotated(small, position)
-        here, earlier = ({kinds[layer] for layer in some} for some in (chosen, before))
+        others = () if model.num_kv_shared_layers else before
+        here, earlier = ({kinds[layer] for layer in some} for some in (chosen, others))
         chosen.append(
             min(
                 (layer for layer in layers if layer not in chosen),

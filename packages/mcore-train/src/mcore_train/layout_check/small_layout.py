@@ -28,7 +28,10 @@ def smallest_world(config: TrainConfig) -> int:
 def shrink_layout(
     parallel: ParallelConfig, world_size: int, max_ranks: int
 ) -> tuple[ParallelConfig, int]:
-    """Divide degrees, data ranks first, until at most ``max_ranks`` ranks are left.
+    """Return a smaller layout with all axes of ``parallel``, and its number of ranks.
+
+    Divides degrees by their smallest factor, data ranks first, then the largest degree, until
+    at most ``max_ranks`` ranks are left. A prime degree stays.
 
     Raises:
         ValueError: if the layout needs more ranks to split all its axes.
@@ -45,8 +48,8 @@ def shrink_layout(
         divisible = [n for n in degrees if _least_factor(degrees[n]) < degrees[n]]
         if not divisible:
             raise ValueError(
-                "the layout cannot shrink further, because each axis is split over a prime "
-                f"number of ranks: give --max-ranks {world}."
+                f"--max-ranks {max_ranks} is too small for a layout with all axes of the run: "
+                f"each is split over a prime number of ranks now. Use --max-ranks {world}."
             )
         name = "dp" if "dp" in divisible else max(divisible, key=lambda n: degrees[n])
         degrees[name] //= _least_factor(degrees[name])

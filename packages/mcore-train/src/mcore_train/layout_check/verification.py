@@ -52,7 +52,7 @@ from mcore_train.layout_check.trial import (
     run_trial,
     save_start,
 )
-from mcore_train.planning.expert_wgrads import is_automatic, reason_for_one
+from mcore_train.planning.expert_wgrads import exclusion_reason, has_automatic_wgrads
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
 from mcore_train.resolution import ExpertWgrads, Plan, build_plan, resolve
@@ -422,11 +422,14 @@ def _with_cut_rows(
 
 
 def with_wgrads_together(plan: Plan) -> Plan:
-    """Return the plan with two micro-batches a weight gradient of experts, if ``auto`` may."""
+    """Return the plan with two micro-batches for each weight gradient of experts.
+
+    The plan is unchanged if a run with ``--moe-wgrad-micro-batches auto`` never takes several.
+    """
     config = plan.config
-    if not is_automatic(config) or reason_for_one(config, plan.world_size):
+    if not has_automatic_wgrads(config) or exclusion_reason(config, plan.world_size):
         return plan
-    return replace(plan, expert_wgrads=ExpertWgrads(2, "as GPUs of this run may"))
+    return replace(plan, expert_wgrads=ExpertWgrads(2, "a run on GPUs may choose several"))
 
 
 def _in_float64(plan: Plan) -> Plan:

@@ -12,7 +12,11 @@ from mcore_base.destinations import check_file, check_folder
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.storage.paths import RELEASE, newest_step
 from mcore_models.families import Family
-from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
+from mcore_train.checkpoints.origin import (
+    check_schedule,
+    continues_saved_run,
+    loads_from_save,
+)
 from mcore_train.composition import TrainConfig
 from mcore_train.guards.deadline import Deadline
 from mcore_train.resolution import Plan, build_plan
@@ -21,7 +25,7 @@ from mcore_train.resolution import Plan, build_plan
 def build_checked_plan(
     config: TrainConfig, world_size: int, family: Family, *, is_reporter: bool = True
 ) -> Plan:
-    """Return a run's plan, after a check that its outputs can be written; creates no file.
+    """Return a run's plan, after checks of its outputs and checkpoint; creates no file.
 
     Args:
         config: of the run.
@@ -30,8 +34,8 @@ def build_checked_plan(
         is_reporter: whether this process writes the numbers of the run.
 
     Raises:
-        OptionsError: (a ValueError) with every conflict and every output that cannot be
-            written.
+        OptionsError: (a ValueError) with every conflict, every output that cannot be written,
+            and a schedule that is not that of the checkpoint to continue.
     """
     faults = FaultCollector()
     plan = faults.attempt(build_plan, config, world_size, family)
@@ -39,6 +43,7 @@ def build_checked_plan(
     faults.attempt(partial(check_destinations, is_reporter=is_reporter), config)
     if plan is not None:
         faults.attempt(check_frozen_model, plan)
+        faults.attempt(check_schedule, plan)
     faults.raise_all()
     assert plan is not None
     return plan

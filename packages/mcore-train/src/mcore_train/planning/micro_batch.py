@@ -18,7 +18,7 @@ from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Tables, assemble
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import TrainConfig
-from mcore_train.planning.expert_wgrads import choose_expert_wgrads, with_number
+from mcore_train.planning.expert_wgrads import choose_expert_wgrads, set_wgrad_micro_batches
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
 from mcore_train.planning.step_time import predict_step
 from mcore_train.planning.system import SYSTEMS, System, system_of_device
@@ -102,7 +102,7 @@ def propose(
         tried = replace(config, batch=replace(config.batch, micro_batch_size=size))
         wgrads = choose_expert_wgrads(tried, family, world_size, vocab_size, system, limit)
         if wgrads:
-            tried = with_number(tried, wgrads.num_together)
+            tried = set_wgrad_micro_batches(tried, wgrads.num_together)
         needed_bytes = predict_memory(tried, family, world_size, vocab_size, system).total
         if needed_bytes + CONTEXT_GIB * GIB > limit and size > 1:
             break

@@ -59,6 +59,9 @@ def no_work() -> Work:
 
 
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.|mtp\.(\d+)\.(?:block\.)?")
+_TABLES = ("embedding.", "position_embedding.", "per_layer_embedding.", "altup_")
+_REPLICATED = ("layer_input", "altup", "laurel")
+"""Parts of layers that every tensor rank computes completely, without communication."""
 _RECOMPUTED = {"mlp": "mlp", "moe": "moe", "core_attn": "attention"}
 
 
@@ -144,7 +147,7 @@ def _model_shape(
             stack = match[1] or ("mtp" if match[3] else "")
             key = stack, int(match[2] or match[3] or 0)
             blocks[key][name[match.end() :]] = shape
-        elif name.startswith(("embedding.", "position_embedding.")):
+        elif name.startswith(_TABLES):
             embedding += prod(shape)
         elif name.startswith(("head.", "lm_head.")):
             head += prod(shape)
@@ -359,7 +362,9 @@ def _add_experts(
         filled = routed * together / (routed * together + 16 * local)
         wgrad = system.gemm_s(routed, outputs / expert_tp, inputs) / 0.94 / filled
         work[WEIGHT]["experts"] += wgrad + system.move_s(8 * elements) / together
-    if together > 1:  # rows are copied, so that those of an expert are next to each other
+    if together > 1:
+        # The rows of all micro-batches are copied, sorted by expert: one read and one write of
+        # 2 bytes for gradients, activations and (twice) inputs.
         width = (2 + is_gated(config.model)) * expert_size(config.model, moe) / expert_tp
         _, inputs = expert_rows(config.model, parallel, moe)
         read = routed / moe.moe_router_topk * min(inputs, moe.moe_router_topk)
@@ -476,8 +481,10 @@ def _add_moved_bytes(
     forward_bytes = backward_bytes = 0.0
     act = (6, 10) if is_gated(model) else (4, 6)
     for mixer in layer.mixers:
-        forward_bytes += 8.5 * D / stream  # reads x and residual, writes sum and norm
-        backward_bytes += 8.5 * D / stream
+        # Reads x and residual, writes sum and norm. AltUp predicts and corrects all streams.
+        width = 8.5 * D * (1 + (mixer == "altup") * model.altup_num_inputs)
+        forward_bytes += width / stream
+        backward_bytes += width / stream
         if mixer in ("attention", "cross_attention", "mla"):
             width = model.num_attention_heads + 2 * num_kv_heads(model)
             width *= head_dim(model) / tp
@@ -503,7 +510,8 @@ def _add_moved_bytes(
         forward_bytes += 120 * inner
         backward_bytes += 240 * inner
     if "kda" in layer.mixers:
-        # In plain torch each of a chunk's 32 tokens passes over the channels of later tokens.
+        # Decayed products in plain torch: for each of the 32 tokens of a chunk, float32 keys
+        # of all later tokens of the chunk are read and written.
         inner = delta_sizes(model).values / tp
         forward_bytes += 120 * inner + 16 * 32 * inner
         backward_bytes += 240 * inner + 24 * 32 * inner
@@ -546,6 +554,8 @@ def _add_tensor_messages(
     tp = parallel.tensor_model_parallel_size
     size = 2 * rows * config.model.hidden_size
     for mixer in layer.mixers:
+        if mixer in _REPLICATED:
+            continue
         if mixer == "moe" and not any(m.mixer == "moe" for m in layer.matrices):
             continue  # the exchange of experts moves the tokens
         if parallel.sequence_parallel:

@@ -132,18 +132,18 @@ def search_layouts(
     rough.sort(key=lambda each: each[0])
     finalists = []
     # The bubble formulas favour some schedules, so layouts with and without a pipeline are
-    # ranked separately before the simulation. Weight gradients of experts are added one
-    # micro-batch at a time until then.
+    # ranked separately before the simulation. Up to here ``--moe-wgrad-micro-batches auto`` was
+    # counted as 1; finalists are counted with the number that a run would choose.
     by_kind: tuple[list, list] = ([], [])
     for each in rough:
         by_kind[each[1].parallelism.pipeline_model_parallel_size > 1].append(each)
-    for _, tried, one_by_one in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
-        run = with_chosen_wgrads(tried, family, world_size, vocab_size, system)
-        memory = one_by_one
-        if run is not tried:
-            memory = predict_memory(run, family, world_size, vocab_size, system)
+    for _, tried, memory_of_one in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
+        resolved = with_chosen_wgrads(tried, family, world_size, vocab_size, system)
+        memory = memory_of_one
+        if resolved is not tried:
+            memory = predict_memory(resolved, family, world_size, vocab_size, system)
         try:
-            step = predict_step(run, family, world_size, vocab_size, system)
+            step = predict_step(resolved, family, world_size, vocab_size, system)
         except ValueError as error:  # impossible schedule, such as with few micro-batches
             _reject(search, _plain(str(error)), layout_name(tried))
             continue

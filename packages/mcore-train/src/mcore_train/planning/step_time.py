@@ -14,6 +14,7 @@ from functools import lru_cache
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
 from mcore_models.flops import kept_widths, stack_mixers
+from mcore_models.logical_tensors import payload_width
 from mcore_models.memory_changes import OptimizerChoice
 from mcore_moe.config import MoEConfig
 from mcore_parallel.pipeline_parallel.search import Costs, step_times
@@ -90,11 +91,11 @@ def predict_step(
                 layers[kind][part] += seconds * count / shape.num_layers
     main = _tokens(config, "decoder" if is_t5(config) else "")
     embedding, head = head_work(config, main.own, vocab_size, system)
-    # A layout places layers of multi-token prediction (m) on a stage, where ``step_times``
-    # counts them as mean layers; otherwise they are computed with the loss.
+    # If a layout places layers of multi-token prediction (m) on a stage, ``step_times`` counts
+    # them as layers of mean time; otherwise the last stage computes them with the loss.
     layout = config.pipeline.pipeline_model_parallel_layout
-    placed = config.model.mtp_num_layers if pp > 1 and "m" in layout else 0
-    for layer, count in () if placed else shape.further:
+    num_placed_mtp = config.model.mtp_num_layers if pp > 1 and "m" in layout else 0
+    for layer, count in () if num_placed_mtp else shape.further:
         for kind, parts in layer_work(layer, config, main, system, num_microbatches).items():
             for part, seconds in parts.items():
                 head[kind][part] += seconds * count
@@ -128,7 +129,7 @@ def predict_step(
         micro_batch_s = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
         bubble = bubble_formula(config, pp, num_microbatches)
         schedule_s = num_microbatches * micro_batch_s * (1 + bubble) + num_microbatches * ends
-    mean_layers = (shape.num_layers + placed) / pp
+    mean_layers = (shape.num_layers + num_placed_mtp) / pp
     parts = _mean_parts(layers, embedding, head, mean_layers, pp, num_microbatches)
     idle = max(0.0, schedule_s - sum(parts.values()))
     parts["bubble" if pp > 1 else "host"] = idle
@@ -225,7 +226,7 @@ def _recover_power(
 def _message_s(config: TrainConfig, tokens: int, system: System) -> float:
     parallel = config.parallelism
     tp = parallel.tensor_model_parallel_size
-    width = 2 * config.model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    width = 2 * payload_width(config.model) / (tp if parallel.sequence_parallel else 1)
     stride = tp * parallel.context_parallel_size
     return system.collective_s(
         "send", tokens * width, 2, max(stride, system.gpus_per_node // 2)
@@ -371,10 +372,10 @@ def _newton_schulz_s(
 
     All ranks of a pipeline stage share the stage's matrices by their cost, and no matrix is
     split; under ``--muon-tp-mode duplicated`` all tensor ranks compute the same matrices. For
-    8 layers of Llama-3-8B on an H200 the whole update takes 270 ms, and 272 ms by this estimate
-    and that of the other weights (``optimizers-muon-symmetric-h200``). The estimate counts
-    whole products at a GEMM's rate; quack's kernel computes half of each symmetric product,
-    and all products are slower than that rate. Without quack the update takes 322 ms.
+    8 layers of Llama-3-8B on an H200 the update of all weights was estimated with 272 ms and
+    took 270 ms with quack's kernel, 322 ms without (``optimizers-muon-symmetric-h200``). Two
+    errors cancel with the kernel: the estimate counts complete products, of which the kernel
+    computes half, and it takes the rate of long GEMMs, which these products do not reach.
     """
     experts = without_exchange(config.experts)
     shapes = _matrices(family, config.model, vocab_size, experts, optimizer_choice(config))

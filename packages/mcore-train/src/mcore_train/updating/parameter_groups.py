@@ -1,6 +1,6 @@
 """Rates of single parameters: which rule, learning rate and decay each has.
 
-The learning rate of a parameter in a step is a product; ``DistributedOptimizer`` computes it:
+The learning rate of a parameter in a step, computed by ``DistributedOptimizer``, is
 
     schedule(lr) * batch_lr_factor * lr_factor / width
 

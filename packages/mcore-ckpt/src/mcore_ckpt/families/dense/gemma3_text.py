@@ -45,6 +45,9 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     return {"rope_parameters": nested, _BASE: local}
 
 
+ROTARY = FieldRule(covers=("rotary_base_local",), read=_read, write=_write)
+"""Reads and writes the two rotary bases; scores are not capped."""
+
 FAMILY = replace(
     gemma2.FAMILY,
     model_type="gemma3_text",
@@ -63,7 +66,7 @@ FAMILY = replace(
         gemma2.EMBEDDING,
         gemma2.SCALES,
         windows(6),
-        FieldRule(covers=("rotary_base_local",), read=_read, write=_write),
+        ROTARY,
     ),
     stretched_layers=FULL,
     theta=1e6,

@@ -21,21 +21,32 @@ from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 
 _PADDING = 163839
-"""Padding token of transformers' config if config.json names none; outside of a smaller
-vocabulary transformers refuses it."""
-_MIXERS = {"linear_attention": "K", "full_attention": "*"}
-_HALVES = {"dense": "-", "sparse": "E"}
+"""Padding token that transformers assumes if config.json has none. transformers refuses a
+smaller vocabulary, unless ``pad_token_id`` is null."""
+_LETTERS = {
+    "layer_types": {"linear_attention": "K", "full_attention": "*"},
+    "mlp_layer_types": {"dense": "-", "sparse": "E"},
+}
+"""Lists of config.json with a word for each layer, and the letter of each word in a pattern.
+
+A layer's letters are in the order of the lists.
+"""
 _SIZES = {
     "linear_num_heads": ("linear_num_key_heads", "linear_num_value_heads"),
     "linear_head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
 }
-"""Their sizes of Kimi Delta Attention, and ours, which must be equal."""
+"""A size of Kimi Delta Attention in transformers, and the two options that must have it."""
+_OF_EXPERTS = (
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "aux_loss_alpha"),
+)
+"""Fields of experts, by DeepSeek's names, which a model without experts does not use."""
 _RELEASED = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-"""Names of these sizes in transformers, and in ``linear_attn_config`` of the release."""
+"""Names of sizes in transformers, and in ``linear_attn_config`` of the release."""
 _NAMES = {
     **{f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkvb"},
     **{f"conv1d.{part}.weight": f"{part}_conv1d.weight" for part in "qkv"},
@@ -47,11 +58,15 @@ _NAMES = {
     "norm.weight": "o_norm.weight",
     "out_proj.weight": "o_proj.weight",
 }
-"""Our names of Kimi Delta Attention's tensors and theirs."""
+"""Logical names of Kimi Delta Attention's tensors, and their names in the checkpoint."""
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lists and sizes that the release has in one field, which counts from 1."""
+    """Return the config with transformers' fields in place of the release's.
+
+    The release has ``linear_attn_config``, whose lists count layers from 1, and
+    ``first_k_dense_replace``.
+    """
     usual = dict(config)
     count = config["num_hidden_layers"]
     if released := usual.pop("linear_attn_config", None):
@@ -68,25 +83,27 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    lists = {"layer_types": _MIXERS, "mlp_layer_types": _HALVES}
     letters = []
-    for name, words in lists.items():
+    for name, letter_of in _LETTERS.items():
         kinds = fields.take(name)
-        if len(kinds) != ours["num_layers"] or not set(kinds) <= words.keys():
+        if len(kinds) != ours["num_layers"] or not set(kinds) <= letter_of.keys():
             raise ValueError(
-                f"config.json has {name}={kinds!r}: it must name {' or '.join(words)} for each "
-                f"of num_hidden_layers, {ours['num_layers']}."
+                f"config.json has {name}={kinds!r}: it must name {' or '.join(letter_of)} for "
+                f"each of num_hidden_layers, {ours['num_layers']}."
             )
-        letters.append([words[kind] for kind in kinds])
+        letters.append([letter_of[kind] for kind in kinds])
     pattern = join_layers(map("".join, zip(*letters, strict=True)))
     sizes: dict[str, Any] = {}
-    for theirs, both in _SIZES.items():
-        sizes |= dict.fromkeys(both, fields.take(theirs))
+    for name, options in _SIZES.items():
+        sizes |= dict.fromkeys(options, fields.take(name))
     return {"hybrid_override_pattern": pattern, **sizes}
 
 
 def _write_layers(description: Description, theirs: Theirs) -> Theirs:
-    """Return the lists and sizes twice: as transformers reads them, and as engines do."""
+    """Return the layers and sizes in transformers' fields and in those of the release.
+
+    Inference engines read the release's ``linear_attn_config``.
+    """
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     fields: Theirs = {"linear_conv_kernel_dim": theirs["linear_conv_kernel_dim"]}
     for name, (first, second) in _SIZES.items():
@@ -95,10 +112,9 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
             raise ValueError(
                 f"it cannot express --{first} other than --{second}".replace("_", "-")
             )
-    lists = {"layer_types": _MIXERS, "mlp_layer_types": _HALVES}
-    for place, (name, letters) in enumerate(lists.items()):
-        words = {letter: word for word, letter in letters.items()}
-        fields[name] = [words[layer[place]] for layer in layers]
+    for index, (name, letter_of) in enumerate(_LETTERS.items()):
+        word_of = {letter: word for word, letter in letter_of.items()}
+        fields[name] = [word_of[layer[index]] for layer in layers]
     fields["linear_attn_config"] = {
         **{released: fields[name] for name, released in _RELEASED.items()},
         "kda_layers": [i for i, layer in enumerate(layers, 1) if "K" in layer],
@@ -113,9 +129,13 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
 
 
 def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    if "E" not in ours["hybrid_override_pattern"]:
+        for name in _OF_EXPERTS:
+            fields.maybe(name)
+        return {}
     moe = SIGMOID_EXPERTS.read(fields, ours)
     del moe["moe_layer_freq"]  # the pattern has the layers with experts
-    return moe if "E" in ours["hybrid_override_pattern"] else {}
+    return moe
 
 
 def _write_experts(description: Description, theirs: Theirs) -> Theirs:
@@ -132,8 +152,8 @@ def _table(description: Description) -> Table:
         letter: tuple(i for i, layer in enumerate(layers) if letter in layer)
         for letter in "K*-E"
     }
-    there, attention = "model.layers.*.", "model.layers.*.self_attn."
-    norm = f"{there}{NORMS['attention_norm']}.weight"
+    prefix, attention = "model.layers.*.", "model.layers.*.self_attn."
+    norm = f"{prefix}{NORMS['attention_norm']}.weight"
     rules_of = {
         "K": [
             Rule("blocks.*.kda_norm.weight", norm),
@@ -144,11 +164,15 @@ def _table(description: Description) -> Table:
     moe = "block_sparse_moe."
     router = {"weight": "gate.weight", "expert_bias": "gate.e_score_correction_bias"}
     rules = [
-        *(replace(rule, layers=layers_of[one]) for one in "K*" for rule in rules_of[one]),
-        Rule("blocks.*.mlp_norm.weight", f"{there}{NORMS['mlp_norm']}.weight"),
+        *(
+            replace(rule, layers=layers_of[letter])
+            for letter, letter_rules in rules_of.items()
+            for rule in letter_rules
+        ),
+        Rule("blocks.*.mlp_norm.weight", f"{prefix}{NORMS['mlp_norm']}.weight"),
         *gated_rules("mlp.", "mlp.", layers_of["-"]),
         *(
-            Rule(f"blocks.*.moe.router.{ours}", f"{there}{moe}{name}", layers=layers_of["E"])
+            Rule(f"blocks.*.moe.router.{ours}", f"{prefix}{moe}{name}", layers=layers_of["E"])
             for ours, name in router.items()
         ),
         *gated_rules("moe.experts.*.", f"{moe}experts.*.", layers_of["E"], ("w1", "w3", "w2")),
@@ -166,7 +190,7 @@ def _table(description: Description) -> Table:
 
 
 def _renames(names: Collection[str]) -> dict[str, str]:
-    """Return the release's names of dense layers, for folders that transformers writes."""
+    """Map names of dense layers as transformers writes them to the release's names."""
     dense = re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.")
     return {name: new for name in names if (new := dense.sub(r".mlp.\1.", name)) != name}
 
@@ -206,7 +230,7 @@ FAMILY = Decoder(
         "moe_layer_freq": 1,
     },
     refused={"num_nextn_predict_layers": 0},
-    # Rotation, which no layer has, and widths that follow from others.
+    # No layer rotates queries and keys; qk_head_dim is the sum of two other fields.
     unread=("rope_theta", "rope_scaling", "rope_parameters", "qk_head_dim"),
     parts=(
         *LATENT,
@@ -214,7 +238,7 @@ FAMILY = Decoder(
         FieldRule(
             covers=(
                 "hybrid_override_pattern",
-                *(name for both in _SIZES.values() for name in both),
+                *(option for options in _SIZES.values() for option in options),
             ),
             read=_read_layers,
             write=_write_layers,

@@ -29,13 +29,13 @@ from mcore_models.layer_patterns import join_layers, pattern_layers
 _WORDS = {"linear_attention": "L", "full_attention": "*"}
 _FACTORS = {"residual_stream_factors": "alpha", "residual_output_factors": "beta"}
 _KINDS = ("full_attn", "linear_attn", "mlp")
-"""Layers with factors of their own, in our order."""
+"""Layers with factors, in the order of ``--residual-stream-factors``."""
 _COMPUTED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""Numbers of lightning attention that follow from the config, which transformers stores."""
+"""Tensors of lightning attention that transformers stores and the config determines."""
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The releases have the number of rotated channels, not their share.
+    # The releases have rotary_dim, a number of channels, where transformers has their share.
     usual = dict(config)
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotated, rope = usual.pop("rotary_dim", None), config.get("rope_parameters") or {}
@@ -81,16 +81,16 @@ def _table(description: Description) -> Table:
     layers_of = {
         letter: tuple(i for i, layer in enumerate(layers) if letter in layer) for letter in "L*"
     }
-    ours, there = "blocks.*.lightning.", "model.layers.*.self_attn."
+    ours, theirs = "blocks.*.lightning.", "model.layers.*.self_attn."
     qkv = tuple(f"{ours}in_proj.{part}.weight" for part in "qkv")
     heads = settings(description).num_attention_heads
-    own = {"in_proj.z": "output_gate", "norm": "norm", "out_proj": "out_proj"}
+    names = {"in_proj.z": "output_gate", "norm": "norm", "out_proj": "out_proj"}
     norm = NORMS["attention_norm"]
     attention = attention_rules(description, {"attention_norm": norm})
     lightning = [
         Rule("blocks.*.lightning_norm.weight", f"model.layers.*.{norm}.weight"),
-        Rule(qkv, f"{there}qkv_proj.weight", groups=heads),
-        *(Rule(f"{ours}{mine}.weight", f"{there}{name}.weight") for mine, name in own.items()),
+        Rule(qkv, f"{theirs}qkv_proj.weight", groups=heads),
+        *(Rule(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in names.items()),
     ]
     moe = "block_sparse_moe."
     rules = [

@@ -10,10 +10,14 @@
 // The computing warps multiply the ring's contents, sixteen rows of a weight at a time, on tensor
 // cores with the rows of the input as the narrow side.
 //
+// Several GPUs (RANKS) split every weight: each runs this kernel for its heads and its part of F,
+// and they exchange the partial sums of projection and down (see join). Sizes are those of a rank.
+//
 // whole_step.py defines the sizes: ROWS, D, F, HEADS, GROUPS, H, PAGE (tokens), SPLITS (of a
 // row's keys, at most), STAGES (of the ring), CODES (whether weights are e4m3), TALL (outputs
 // that share a scale; 0: all), DRAFTS (whether rows may be of one request), EPSILON, OFFSET (of
-// norms' weights) and SCALE (of scores).
+// norms' weights), SCALE (of scores), RANKS (that split the weights), BUFFERS (of partial
+// sums) and TIMEOUT_CYCLES (clock cycles to wait for the other ranks).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -46,12 +50,18 @@ struct Step {
   u32* counters;                      // zeros: of all blocks, then of [ROWS, GROUPS]
   const float *cos, *sin;             // [ROWS, H / 2]
   const long long *tables, *lengths;  // [ROWS, table_size], [ROWS]
-  long long table_size, num_layers;
+  long long table_size, num_layers, rank;
+  u32* exchanges;     // number of exchanges before this step, equal on all ranks; increased
+  u64* inbox[RANKS];  // each rank's memory: [BUFFERS, RANKS, D / 16, 8, ROWS, 2]
 };
 
 // --- instructions -------------------------------------------------------------------------
 
 #define DEVICE __device__ __forceinline__
+
+// The driver prints the message, and the next CUDA call of the host raises an error.
+extern "C" __device__ void __assertfail(const char* message, const char* file, u32 line,
+                                        const char* function, size_t char_bytes);
 
 DEVICE int thread() { return threadIdx.x; }  // signed, because signed sums take fewer registers
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -565,9 +575,84 @@ DEVICE float2 factors(const float* scales, int n, int other) {
   return {scales[TALL ? n / max(1, TALL) : 0], scales[TALL ? other / max(1, TALL) : 0]};
 }
 
+// A partial sum (low 32 bits) and the number of its exchange (high 32 bits) are one word, which is
+// written and read atomically. So no flag and no fence are needed (as in NCCL's protocol LL).
+DEVICE void send(u64* to, u32 exchange, float2 sum) {
+  const u64 stamp = (u64)exchange << 32;
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};"
+               ::"l"(to), "l"(stamp | __float_as_uint(sum.x)), "l"(stamp | __float_as_uint(sum.y))
+               : "memory");
+}
+// Wait for the partial sums of all ranks, ``stride`` words apart; add them in the order of ranks.
+DEVICE float2 receive(const u64* from, int stride, u32 exchange) {
+  u64 words[RANKS][2];
+  const long long begin = clock64();
+  for (bool is_complete = false; !is_complete;) {
+    is_complete = true;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
+                   : "=l"(words[r][0]), "=l"(words[r][1]) : "l"(from + r * stride) : "memory");
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      is_complete &= words[r][0] >> 32 == exchange && words[r][1] >> 32 == exchange;
+    // One thread times out before the others and ends the kernel, so that usually one line is
+    // printed.
+    if (!is_complete && clock64() - begin > TIMEOUT_CYCLES * (thread() || blockIdx.x ? 2 : 1))
+      __assertfail("partial sums of another tensor rank arrive", "whole_step.cu", __LINE__,
+                   "receive", 1);
+  }
+  float2 sum = {0, 0};
+#pragma unroll
+  for (int r = 0; r < RANKS; r++)
+    sum.x += __uint_as_float((u32)words[r][0]), sum.y += __uint_as_float((u32)words[r][1]);
+  return sum;
+}
+
+// Multiply, add the partial sums of all ranks, and add the result to the residual stream, which is
+// equal on all ranks. A block exchanges its tiles with the same block of the other ranks only.
+// Exchanges alternate between two buffers. No sum is overwritten before it is read: a rank writes
+// exchange n + 2 after it has received exchange n + 1 from all ranks, and each of them had read
+// exchange n before it sent exchange n + 1.
+template <int K>
+DEVICE void join_ranks(const Step& step, const float* scales, Ring& ring, u32 given, float* sums,
+                       u32 exchange) {
+  constexpr int OF_RANK = D * ROWS;  // words of one rank in an exchange
+  const int buffer = exchange % BUFFERS * RANKS * OF_RANK;
+  const auto place = [&](int tile, int row, int m) { return 2 * ((tile * 8 + row) * ROWS + m); };
+  const auto begin = [&](int tile, int row, int) {
+    const float2 by = factors(scales, tile * 16 + row, tile * 16 + row + 8);
+    return make_float4(by.x, by.y, 0, 0);
+  };
+  const auto end = [&](int tile, int row, int m, float2 sum, float4 known) {
+    const int at = buffer + step.rank * OF_RANK + place(tile, row, m);
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      send(step.inbox[r] + at, exchange, make_float2(sum.x * known.x, sum.y * known.y));
+  };
+  multiply<D, K>(ring, given, sums, begin, end);
+  // Threads receive four tiles of this block at once, 64 threads for each: 8 rows x 8 inputs.
+  const u64* inbox = step.inbox[0];
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) inbox = step.rank == r ? step.inbox[r] : inbox;
+  const int row = thread() % 64 / 8, m = thread() % 8;
+  for (int i = thread() / 64;; i += THREADS / 64) {
+    const int tile = blockIdx.x + i * gridDim.x;
+    if (tile >= D / 16 || m >= ROWS) break;
+    bf16* x = step.x + m * D + tile * 16 + row;
+    const float known[2] = {fresh(x), fresh(x + 8)};
+    const float2 sum = receive(inbox + buffer + place(tile, row, m), OF_RANK, exchange);
+    x[0] = narrow(known[0] + wide(narrow(sum.x)));
+    x[8] = narrow(known[1] + wide(narrow(sum.y)));
+  }
+  arrive_all(step.counters);
+}
+
 // Multiply and add to the residual stream.
 template <int K>
-DEVICE void join(const Step& step, const float* scales, Ring& ring, u32 given, float* sums) {
+DEVICE void join(const Step& step, const float* scales, Ring& ring, u32 given, float* sums,
+                 u32& exchange) {
+  if constexpr (RANKS > 1) return join_ranks<K>(step, scales, ring, given, sums, ++exchange);
   const auto begin = [&](int tile, int row, int m) {
     const int n = tile * 16 + row;
     const float2 by = factors(scales, n, n + 8);
@@ -639,17 +724,19 @@ whole_step(const Step step) {
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   const u32 given = shared_address(inputs);
-  u32 passed = 0;
+  u32 passed = 0, exchange = RANKS > 1 ? *step.exchanges : 0;
   for (int l = 0; l < step.num_layers; l++) {
     const Layer& layer = step.layers[l];
     read_normed(step, passed, inputs, layer.norms[0], scratch);
     multiply_qkv(step, layer, ring, given, sums);
     attention(step, layer, inputs, passed);
     read_inputs<Q>(step, passed, inputs, step.mixed);
-    join<Q>(step, layer.scales[1], ring, given, sums);
+    join<Q>(step, layer.scales[1], ring, given, sums, exchange);
     read_normed(step, passed, inputs, layer.norms[1], scratch);
     multiply_gate_up(step, layer, ring, given, sums);
     read_inputs<F>(step, passed, inputs, step.between);
-    join<F>(step, layer.scales[3], ring, given, sums);
+    join<F>(step, layer.scales[3], ring, given, sums, exchange);
   }
+  // All blocks have read the old number before they first waited for each other.
+  if (RANKS > 1 && blockIdx.x == 0 && thread() == 0) *step.exchanges = exchange;
 }

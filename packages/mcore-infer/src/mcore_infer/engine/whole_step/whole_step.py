@@ -5,9 +5,13 @@ persistent blocks of ``whole_step.cu`` copy the weights of the next phase while 
 each other.
 Embedding, last norm and head run in torch. NVRTC, a dependency of torch, compiles the kernel
 for the sizes of a model. Imported only if tensors are on a GPU.
+
+Tensor ranks on one host launch the kernel together and write partial sums to each other's
+memory, so that a step launches no all-reduces. All ranks use the kernel, or none.
 """
 
 import ctypes
+import socket
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -19,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_ckpt.save_load.rank_agreement import any_rank, gather_json, raise_on_all_ranks
 from mcore_infer.engine.few_rows_gemm import FewRowsGemm, use_few_rows_gemm
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.scheduler import Chunk, Step
@@ -31,14 +36,26 @@ from mcore_models.layers.attention import Attention
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.rope import build_rotary
-from mcore_models.logical_tensors import head_dim, num_kv_heads
+from mcore_models.logical_tensors import head_dim
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import OptionalKernel, give_up, wave, works
+from mcore_parallel.collectives import all_gather
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.optional_kernels import (
+    OptionalKernel,
+    agree_on_kernels,
+    give_up,
+    works,
+)
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 8
 """Most rows of a step: the narrow side of a tensor core tile."""
+MOST_RANKS = 8
+"""Most tensor ranks: the GPUs of one host."""
+BUFFERS = 2
+"""Buffers of partial sums, which exchanges use in turn (``join_ranks`` in whole_step.cu)."""
+_TIMEOUT_CYCLES = 20_000_000_000
+"""Clock cycles after which a wait for another rank ends with an error: about 10 s."""
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WARPS, _COPIERS = 8, 4
 _STAGE_BYTES = 16 * (1024 + 64)
@@ -67,33 +84,49 @@ def whole_step(
 ) -> "WholeStep | None":
     """Return a runner of the steps of ``inputs``; None: the kernel does not support them.
 
-    Runs one step of ``inputs`` to find failures that depend on the model's sizes.
+    Runs one step of ``inputs`` to find failures that depend on the model's sizes. All tensor
+    ranks must call this function together; it communicates over ``tp``, and either all ranks
+    get a runner or none.
     """
-    device = inputs.tokens.device
-    if torch.cuda.get_device_capability(device) < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
+    device, tp = inputs.tokens.device, model.tp
+    if any_rank([not _supports(model, cache, inputs)], tp)[0]:
         return None
-    if not (isinstance(model, GPT) and computes(model, cache)):
-        return None
-    if _sizes(model, cache, inputs)["STAGES"] < _FEWEST_STAGES:
-        return None
+    assert isinstance(model, GPT)
     attention = _blocks(model)[0].attention
     code, tall = _matrix(attention.qkv)[1:]
     has_norms = attention.q_norm is not None
     kind = head_dim(model.config), code is not None, tall, has_norms, inputs.have_drafts
+    kind = *kind, tp if tp.size > 1 else SINGLE
+    if tp.size > 1:
+        agree_on_kernels([(WHOLE_STEP_KERNEL, kind)], device, tp)
     if not works(WHOLE_STEP_KERNEL, device, *kind):
         return None
     return first_run(model, cache, inputs, kind)
 
 
+def _supports(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> bool:
+    """Return whether the kernel supports the device, model and rows; no communication."""
+    capability = torch.cuda.get_device_capability(inputs.tokens.device)
+    if capability < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
+        return False
+    if not (isinstance(model, GPT) and computes(model, cache)):
+        return False
+    return _sizes(model, cache, inputs)["STAGES"] >= _FEWEST_STAGES
+
+
 def first_run(
     model: GPT, cache: PagedCache, inputs: DecodeTensors, kind: tuple[Hashable, ...]
 ) -> "WholeStep | None":
-    """Build the runner and run one step; on a failure, log a warning and return None."""
+    """Build the runner and run one step; on a failure, log a warning and return None.
+
+    A failure on one tensor rank is a failure on all of them.
+    """
     device = inputs.tokens.device
     try:
         step = WholeStep(model, cache, inputs)
-        step.hidden()
-        torch.cuda.synchronize(device)
+        with raise_on_all_ranks(model.tp):
+            step.hidden()
+            torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 - compiler and driver raise many types
         give_up(WHOLE_STEP_KERNEL, device, *kind, error=error)
         return None
@@ -104,8 +137,18 @@ class WholeStep:
     """Runs the decoding steps of one size of batch with the kernel."""
 
     def __init__(self, model: GPT, cache: PagedCache, inputs: DecodeTensors) -> None:
-        """Compile the kernel for the rows of ``inputs``; the cache must be allocated."""
+        """Compile the kernel for the rows of ``inputs``; the cache must be allocated.
+
+        Communicates over ``tp``: ranks share memory, and raise together if one of them fails.
+        """
         self.model, self.inputs = model, inputs
+        with raise_on_all_ranks(model.tp):
+            self._build(model, cache, inputs)
+        tp, device = model.tp, inputs.tokens.device
+        rows, width = inputs.tokens.shape[1], model.config.hidden_size
+        self._inboxes = Inboxes(BUFFERS * tp.size * rows * width, tp, device)
+
+    def _build(self, model: GPT, cache: PagedCache, inputs: DecodeTensors) -> None:
         device = inputs.tokens.device
         sizes = _sizes(model, cache, inputs)
         capability = "".join(map(str, torch.cuda.get_device_capability(device)))
@@ -132,9 +175,44 @@ class WholeStep:
         tensors = (self._layers, x, *self._memory, self._counters, *rotary)
         tensors += inputs.tables, inputs.lengths
         numbers = [tensor.data_ptr() for tensor in tensors]
-        numbers += inputs.tables.shape[1], self._layers.shape[0]
+        numbers += inputs.tables.shape[1], self._layers.shape[0], model.tp.rank
+        numbers += self._inboxes.pointers
         self._kernel(self._num_blocks, 32 * (_WARPS + _COPIERS), *numbers)
         return model.final_norm(x)
+
+
+class Inboxes:
+    """Memory of each tensor rank to which the other ranks write partial sums.
+
+    Attributes:
+        pointers: addresses of this rank's number of exchanges so far, and of all ranks' inboxes
+            in rank order; zeros for one rank.
+    """
+
+    def __init__(self, num_words: int, tp: Axis, device: torch.device) -> None:
+        """Allocate an inbox of ``num_words`` words of 64 bits; exchange addresses over ``tp``.
+
+        Raises:
+            RuntimeError: on all ranks, if they are on several hosts, or if a rank cannot
+                allocate symmetric memory.
+        """
+        self.pointers = [0, 0]
+        if tp.size == 1:
+            return
+        if len(set(gather_json(socket.gethostname(), tp))) > 1:
+            raise RuntimeError("the tensor ranks are on several hosts")
+        with raise_on_all_ranks(tp):
+            symmetric = import_module("torch.distributed._symmetric_memory")
+            inbox = symmetric.empty(num_words, dtype=torch.int64, device=device)
+            inbox.zero_()  # exchanges are counted from 1, so that 0 is the number of none
+            torch.cuda.synchronize(device)
+        handle = symmetric.rendezvous(inbox, tp.group)
+        exchanges = torch.zeros(1, dtype=torch.int32, device=device)
+        inboxes = [
+            handle.get_remote_tensor(rank, inbox.shape, inbox.dtype) for rank in range(tp.size)
+        ]
+        self.pointers = [tensor.data_ptr() for tensor in (exchanges, *inboxes)]
+        self._kept_alive = inbox, handle, exchanges, inboxes
 
 
 class _Kernel:
@@ -192,14 +270,14 @@ def compiled(sizes: Mapping[str, int | float], capability: str) -> bytes:
 def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, Any]:
     """Return the values of the macros of ``whole_step.cu``."""
     config, block = model.config, _blocks(model)[0]
-    rows, N, G = inputs.tokens.shape[1], config.num_attention_heads, num_kv_heads(config)
+    rows, (N, G) = inputs.tokens.shape[1], _num_heads(block)
     _, scales, tall = _matrix(block.attention.qkv)
     # Splits of the keys: as many as leave rows x groups x splits within the number of blocks.
     max_splits = max(1, min(_MOST_SPLITS, _num_blocks(inputs.tokens.device) // (rows * G)))
     sizes = {
         "ROWS": rows,
         "D": config.hidden_size,
-        "F": block.mlp.fc2.in_features,
+        "F": _ffn_size(block),
         "HEADS": N,
         "GROUPS": G,
         "H": head_dim(config),
@@ -211,6 +289,9 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
         "EPSILON": float(config.norm_epsilon),
         "OFFSET": float(config.apply_layernorm_1p),
         "SCALE": float(block.attention.score_scale or head_dim(config) ** -0.5),
+        "RANKS": model.tp.size,
+        "BUFFERS": BUFFERS,
+        "TIMEOUT_CYCLES": _TIMEOUT_CYCLES,
     }
     free_bytes = _SHARED_BYTES - _other_shared_bytes(sizes)
     return {**sizes, "STAGES": min(_MOST_STAGES, free_bytes // _STAGE_BYTES)}
@@ -222,6 +303,19 @@ def _other_shared_bytes(sizes: Mapping[str, Any]) -> int:
     inputs = sizes["ROWS"] * (2 * max(sizes["D"], sizes["F"], N * H) + 64)
     mixed = 16 * (H + 8) + 4 * _WARPS * (N // G) * (H + 2)
     return 8 * _WARPS * 128 + max(inputs, mixed)
+
+
+def _num_heads(block: Any) -> tuple[int, int]:
+    """Return the numbers of query heads and key/value heads of this rank."""
+    queries, keys = block.attention.qkv.output_sizes[:2]
+    H = head_dim(block.attention.config)
+    return queries // H, keys // H
+
+
+def _ffn_size(block: Any) -> int:
+    """Return the width of the MLP on this rank."""
+    fc2 = block.mlp.fc2
+    return fc2.in_features // fc2.axis.size
 
 
 def _num_blocks(device: torch.device) -> int:
@@ -246,11 +340,12 @@ def computes(model: GPT, cache: PagedCache) -> bool:
         and len(kinds) == 1
         and None not in kinds
         and next(model.parameters()).dtype == torch.bfloat16
-        and model.tp.size == 1
+        and model.tp.size <= MOST_RANKS
+        and not model.sequence_parallel
         and head_dim(config) in (64, 128)
-        and config.num_attention_heads // num_kv_heads(config) <= 8
+        and _num_heads(blocks[0])[0] // _num_heads(blocks[0])[1] <= 8
         and not config.hidden_size % 64
-        and not blocks[0].mlp.fc2.in_features % 64
+        and not _ffn_size(blocks[0]) % 64
         and all(cache.layer(block.attention.layer).scales is None for block in blocks)
     )
 
@@ -314,26 +409,42 @@ def _pointers(block: Any, cache: PagedCache) -> list[int]:
 
 
 def _trial(
-    device: torch.device, H: int, in_codes: bool, tall: int, has_norms: bool, have_drafts: bool
+    device: torch.device,
+    H: int,
+    in_codes: bool,
+    tall: int,
+    has_norms: bool,
+    have_drafts: bool,
+    tp: Axis,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield results of the kernel and of torch for steps of two layers."""
+    """Yield results of the kernel and of torch for steps of two layers.
+
+    Communicates over ``tp`` before the first result is yielded, because a rank whose results
+    differ stops reading them.
+    """
     config = TransformerConfig(
         num_layers=2,
         hidden_size=256,
-        num_attention_heads=6,
-        num_query_groups=2,
+        num_attention_heads=6 * tp.size,
+        num_query_groups=2 * tp.size,
         kv_channels=H,
-        ffn_hidden_size=640,
+        ffn_hidden_size=640 * tp.size,
         max_position_embeddings=1024,
         qk_layernorm=has_norms,
     )
-    ctx = ParallelContext.single(device)
+    ctx = ParallelContext.of_tensor_ranks(tp, device)
     model = GPT(config, ctx, vocab_size=64, device="meta", dtype=torch.bfloat16).eval()
     model.to_empty(device=device)
+    results = []
     with torch.no_grad():
-        for number, weight in enumerate(model.parameters()):
-            numbers = wave(weight.numel() + number, device=device, dtype=torch.float32)
-            weight.copy_(numbers[number:].view(weight.shape) * (0.1 if weight.dim() > 1 else 1))
+        # Normal numbers instead of ``wave``, whose sums cancel or grow so that torch's layers
+        # in bfloat16 have errors of up to half of the largest element.
+        of_all, of_rank = (torch.Generator(device).manual_seed(n) for n in (0, 1 + tp.rank))
+        for weight in model.parameters():
+            if weight.dim() > 1:  # split over tp
+                weight.normal_(0, 0.1, generator=of_rank)
+            else:
+                weight.normal_(1, 0.1, generator=of_all)
         use_few_rows_gemm(model)
         if in_codes:
             _to_codes(model, tall)
@@ -352,11 +463,15 @@ def _trial(
             ]
             inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
             for held in pages:
-                held.copy_(wave(*held.shape, device=device, dtype=held.dtype))
+                held.normal_(generator=of_rank)
             hidden = whole.hidden()
+            # All ranks must have the same bits; compared as int32, as NCCL has no int16.
+            bits = hidden.view(torch.int32)[None]
+            results.append((bits.expand(tp.size, -1, -1, -1), all_gather(bits, tp)))
             written = [held.clone() for held in pages]
-            yield hidden, model(inputs.tokens, inputs.positions, cache)[0]
-            yield from zip(written, pages, strict=True)
+            results.append((hidden, model(inputs.tokens, inputs.positions, cache)[0]))
+            results += zip(written, [held.clone() for held in pages], strict=True)
+    yield from results
 
 
 def _to_codes(model: GPT, tall: int) -> None:
@@ -374,4 +489,4 @@ WHOLE_STEP_KERNEL = OptionalKernel(
     "the kernel of whole decoding steps", ("cuda-bindings",), _trial
 )
 """Kind: channels of a head, whether weights are in e4m3, outputs that share a scale, whether
-queries and keys have norms, whether rows may belong to one request."""
+queries and keys have norms, whether rows may belong to one request, the tensor ranks."""

@@ -117,7 +117,10 @@ class DeltaNet(nn.Module):
         return mixed, z, b, a
 
     def _log_decay(self, a: Tensor, local_block: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logarithm of each token's decay, of heads in a block of this rank's."""
+        """Return the logarithms of decay for projections ``a`` of one block of heads.
+
+        ``local_block`` returns the entries of a parameter that belong to these heads.
+        """
         rate = F.softplus(a + local_block(self.dt_bias).to(a.dtype))
         return -local_block(self.A_log).to(a.dtype).exp() * rate
 
@@ -147,8 +150,8 @@ class DeltaNet(nn.Module):
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
         """Run convolution and state over complete sequences; return outputs and last state.
 
-        ``mixed``, ``b`` and ``a`` hold the ``block``-th of ``blocks`` equal blocks of heads,
-        ``a`` one number, or several, of each head.
+        ``mixed``, ``b`` and ``a`` hold the ``block``-th of ``blocks`` equal blocks of heads. R,
+        the numbers of ``a``, is N, or a multiple of N in a subclass with several decays a head.
         """
 
         def local_block(x: Tensor) -> Tensor:
@@ -203,7 +206,7 @@ class DeltaNet(nn.Module):
             heads_to_sequence(part.unflatten(-1, (-1, width)), cp).flatten(-2)
             for part, width in zip(parts, widths, strict=True)
         ]
-        heads = b.shape[-1]
+        heads = b.shape[-1]  # a has one number for each head, or several
         b, a = (
             heads_to_sequence(rate.unflatten(-1, (heads, -1)), cp).flatten(-2)
             for rate in (b, a)

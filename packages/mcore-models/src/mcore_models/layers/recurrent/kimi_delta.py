@@ -1,9 +1,9 @@
-"""Kimi Delta Attention: a gated delta net that forgets by channel, with gates of low rank.
+"""Kimi Delta Attention: a gated delta net with a decay for each channel of a head's keys.
 
-The decay of every channel of a head's keys, and the gate of the output, come from the token
-through two matrices of low rank. One GEMM computes queries, keys, values, and b, the share of a
-key's stored value that is replaced. The first of the two matrices is replicated over the tensor
-ranks, which split the heads. Convolution, state and context ranks are those of ``delta_net``.
+Decays, and the gate of the output, are computed from a token by two pairs of linears, D to a
+low rank (replicated over the tensor ranks) and the low rank to this rank's heads. One GEMM
+computes queries, keys, values, and b, the share of a key's stored value that is replaced.
+Convolution, state and exchange between context ranks are those of ``delta_net``.
 
 Reference:
     Kimi team 2025, Kimi Linear, arXiv:2510.26692, sections 3 and 4.
@@ -35,11 +35,13 @@ class KimiDelta(DeltaNet):
         conv1d: over this rank's q, k and v.
         decay_down, decay_up: D to the low rank, and to this rank's decays of channels.
         gate_down, gate_up: D to the low rank, and to this rank's output gates.
-        dt_bias, A_log: of each decay, and of each head on this rank.
+        dt_bias: of each decay on this rank, [N K].
+        A_log: of each head on this rank, [1, 1, N, 1] as in checkpoints.
         norm: of each head's output, with one weight for all heads.
         out_proj: channels to D.
     """
 
+    # The work of decayed products grows with the chunk, that of the state falls with it.
     chunk_size = 32
     kind = "Kimi Delta Attention"
 

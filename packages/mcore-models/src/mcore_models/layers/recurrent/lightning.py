@@ -30,9 +30,9 @@ from mcore_parallel.tensor_parallel.linear import LinearOutput
 
 _NO_INPUTS = BlockInputs()
 _EPSILON = 1e-6
-"""Added to the mean square of the outputs, whatever ``--norm-epsilon`` is."""
-_LEAST = 1e-5
-"""Share of the first layer's decay rates that the last layer has."""
+"""Epsilon of the norm of the outputs, which does not depend on ``--norm-epsilon``."""
+_LEAST_SHARE = 1e-5
+"""Decay rates of the last layer, divided by those of the first layer."""
 
 
 class LightningAttention(nn.Module):
@@ -66,8 +66,8 @@ class LightningAttention(nn.Module):
     ) -> Float[Tensor, "s B D"]:
         """Mix every token with all earlier tokens of its document.
 
-        Communicates in the two linears and the norm, and over ``cp``: an all-to-all for each of
-        q, k and v, and one for the output.
+        Communicates over ``tp`` in the two linears and the norm, and over ``cp`` by an
+        all-to-all for each of q, k and v, and one for the output.
 
         Args:
             x: this rank's tokens.
@@ -96,6 +96,7 @@ class LightningAttention(nn.Module):
         """Run the state over complete sequences; return outputs and last state."""
         wide = torch.promote_types(v.dtype, torch.float32)
         slopes = lightning_slopes(self.config, self.layer, v.device).to(wide)
+        # Tensor ranks split the heads, and context ranks the heads of a tensor rank.
         slopes = slopes.chunk(self.tp.size)[self.tp.rank].chunk(self.cp.size)[self.cp.rank]
         steps, skip = v.new_ones(v.shape[:3], dtype=wide), v.new_zeros(v.shape[2])
         return ssd(v, steps, -slopes, k, q, skip, starts=starts, state=state)
@@ -124,9 +125,10 @@ def lightning_slopes(
 ) -> Float[Tensor, " N"]:
     """Return the decay rate of each head in a layer (counted from 0), float64.
 
-    A geometric series that ends at 2^-8 in the first layer, and falls linearly over the layers.
+    Head n of N in the first layer has the rate 2^(-8 n / N), as slopes of ALiBi; rates fall
+    linearly over the layers.
     """
     number = torch.arange(1, config.num_attention_heads + 1, dtype=torch.float64, device=device)
     # 0 at the last layer, and in layers of multi-token prediction after it.
-    share = max(0.0, 1 - layer / (config.num_layers - 1 + _LEAST))
-    return torch.exp2(-8 / config.num_attention_heads * number) * (share + _LEAST)
+    share = max(0.0, 1 - layer / (config.num_layers - 1 + _LEAST_SHARE))
+    return torch.exp2(-8 / config.num_attention_heads * number) * (share + _LEAST_SHARE)
