@@ -155,6 +155,7 @@ def test_any_model_learns_to_predict_further_tokens():
         losses.append(loss.item())
     assert losses[0] > 2.0
     assert losses[-1] < 0.1
+    assert all(p.grad is not None for p in mtp.parameters())  # of every prediction's layer
     other = text.clone()
     other[:, -1] += 1  # a target of the last predictions, and read by none of them
     assert mtp(embedding(text), other % 11, embedding, head) > losses[-1] + 0.1

@@ -122,8 +122,10 @@ def test_a_second_run_on_a_folder_is_refused_continues_the_first_or_takes_its_pl
     assert main([*resumed, "--train-iters=3", "--auto-resume"]) == 0
     assert "continuing at iteration 2" in capfd.readouterr().out
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2, 3], [1, 2, 3])
+    words += ["--micro-batch-size", "auto", "--global-batch-size=2"]
     assert main([*words, "--train-iters=2", "--overwrite"]) == 0
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2], [1, 2])
+    assert "--micro-batch-size auto takes 2" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,27 @@ def test_a_kimi_linear_is_written_as_transformers_and_as_engines_read_it():
     assert theirs["pad_token_id"] is None
 
 
+@pytest.mark.parametrize("name", ["minimax", "kimi_linear", "gemma3n_text", "gemma2"])
+def test_kinds_of_more_or_fewer_layers_than_a_model_has_are_refused(name):
+    for count in (0, 1, 3):
+        message = rf"config\.json has {count} layer_types for num_hidden_layers=2"
+        with pytest.raises(ValueError, match=message):
+            described(name, layer_types=["full_attention"] * count)
+
+
+def test_fields_that_a_family_derives_others_from_are_named_if_they_are_absent():
+    sizes = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
+    for name, absent, changes in (
+        ("minimax", "hidden_size", {"hidden_size": None, "head_dim": None, "rotary_dim": 4}),
+        ("kimi_linear", "num_hidden_layers", {"num_hidden_layers": None}),
+        ("kimi_linear", "full_attn_layers", {"linear_attn_config": sizes}),
+    ):
+        with pytest.raises(ValueError, match=rf"config\.json lacks {absent}"):
+            described(name, **changes)
+    with pytest.raises(ValueError, match=r"intermediate_size=\[12\]"):
+        described("gemma3n_text", intermediate_size=[12])
+
+
 def test_a_family_of_someone_elses_says_nothing_about_shapes():
     entries = {"embedding.weight": TensorEntry((3, 4), "F32", ())}
     check_shapes({"family": "theirs", "vocab_size": 9, "config": {}}, entries)

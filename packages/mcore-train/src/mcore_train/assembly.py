@@ -31,7 +31,6 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
-from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 from mcore_parallel.data_parallel.gradient_noise import GradientNoise, ShardedGradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.meta_matrices import give_memory
@@ -308,7 +307,11 @@ def _build_recent_steps(config: TrainConfig, device: torch.device) -> RecentStep
 def _build_noise(data_parallel: GradientSync) -> GradientNoise | ShardedGradientNoise | None:
     if isinstance(data_parallel, DataParallel):
         return GradientNoise(data_parallel)
-    assert isinstance(data_parallel, FullyShardedDataParallel)
+    # Imported here, since DTensors take a second that other engines do not need.
+    from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
+
+    if not isinstance(data_parallel, FullyShardedDataParallel):
+        return None  # an engine of the program's own
     # Several optimizer instances sum their gradients once a step, so that no rank has the sum
     # of one micro-batch over all data ranks.
     is_one_instance = data_parallel.ctx.optimizer_replica.size == 1

@@ -20,6 +20,7 @@ Reference:
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -28,8 +29,10 @@ from torch import Tensor
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.data_parallel.buckets import Bucket
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 from mcore_parallel.sharding import NamedParameter, held_share
+
+if TYPE_CHECKING:  # it imports DTensors, which other programs start without
+    from mcore_parallel.data_parallel.fully_sharded import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class ShardedGradientNoise:
     sums over further axes.
     """
 
-    def __init__(self, data_parallel: FullyShardedDataParallel) -> None:
+    def __init__(self, data_parallel: "FullyShardedDataParallel") -> None:
         """Find the gradients of an engine, whose data ranks must be one optimizer instance."""
         self._device = data_parallel.ctx.device
         self._rows: list[list[tuple[NamedParameter, Tensor]]] = []

@@ -270,7 +270,11 @@ class Decoder:
         renamed = {usual.get(name, name): value for name, value in config.items()}
         if self.rotates:
             renamed = one_rope_table(renamed, self.stretched_layers)
-        fields = Fields(self.normalize(renamed), keep=keep, absent=self.absent)
+        try:
+            normalized = self.normalize(renamed)
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]}.") from None
+        fields = Fields(normalized, keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
             fields.must_be(name, value)
         for name in (*self.unread, *self.dropped):
@@ -278,6 +282,12 @@ class Decoder:
         if self.activation[0]:
             fields.must_be(*self.activation)
         ours = self._read_common(fields) | dict(self.fixed)
+        kinds, count = normalized.get("layer_types"), ours["num_layers"]
+        if isinstance(kinds, list) and len(kinds) != count:
+            raise ValueError(
+                f"config.json has {len(kinds)} layer_types for num_hidden_layers={count}: it "
+                "must name the kind of each layer."
+            )
         for part in self.parts:
             ours |= part.read(fields, ours)
         moe = self.experts.read(fields, ours) if self.experts else {}

@@ -30,10 +30,10 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     normalized = dict(gemma3_text.FAMILY.normalize(config))
     widths = normalized.get("intermediate_size")
     if isinstance(widths, list):
-        if len(set(widths)) != 1:
+        if len(set(widths)) != 1 or len(widths) != normalized.get("num_hidden_layers", 35):
             raise ValueError(
                 f"config.json has intermediate_size={widths!r}: mcore supports only one width "
-                "for all layers of gemma3n_text."
+                "for all layers of gemma3n_text, as one number or once for each layer."
             )
         normalized["intermediate_size"] = widths[0]
     return normalized

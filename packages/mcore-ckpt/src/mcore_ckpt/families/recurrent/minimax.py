@@ -66,7 +66,7 @@ def _write_layers(description: Description, theirs: Theirs) -> Theirs:
     words = {letter: word for word, letter in _WORDS.items()}
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     share = setting(description, "rotary_percent")
-    rotated = {} if share == 1 else {"rotary_dim": int(theirs["head_dim"] * share)}
+    rotated = {} if share == 1 else {"rotary_dim": round(theirs["head_dim"] * share)}
     factors = {
         f"{kind}_{letter}_factor": factor
         for name, letter in _FACTORS.items()
