@@ -22,6 +22,7 @@ CHOSEN_BY = dict.fromkeys(("rotary_split", "norm_rotary_split"), "rotary_kernel"
 AT_FIRST_USE = {
     "add_scaled_matmul": "tried by the dtypes of a step's gradients",
     "cast_rows": "experts in fp8 alone",
+    "round_to_pages": "serving alone, and kernel and torch write equal bytes",
     "symmetric_product": "agreed on where Muon is chosen, in mcore_train.assembly",
     "widen_levels": "the base of adapters, whose weights no rank shares",
 }

@@ -17,6 +17,7 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.fp8_cache import to_codes
 from mcore_infer.engine.kernels import paged_attention as kernels_of_decoding
 from mcore_infer.engine.kernels.latent_attention import latent_decode
+from mcore_infer.engine.kernels.page_rounding import round_to_pages
 from mcore_infer.engine.kernels.paged_attention import paged_decode
 from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
@@ -207,7 +208,19 @@ def of_gated_casts():
             yield Sample(x, grad, activation, amax, narrow, seen=amax / 2)
 
 
+def of_rounding_to_pages():
+    # Views of one GEMM's output, scales that are no powers of two, NaN and infinities.
+    qkv = torch.randn(40, 8, 16).mul(300)
+    qkv[0, :, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    pages = [torch.zeros(4, 16, 4, 16, dtype=torch.uint8) for _ in range(2)]
+    for dtype in (torch.bfloat16, torch.float32):
+        for scales in ((1.0, 1.0), (0.05, 3.0)):
+            places = torch.randperm(64)[:40]
+            yield Sample(*qkv.to(dtype).split(4, 1), *pages, places, *scales)
+
+
 MORE_SAMPLES = {
+    round_to_pages: of_rounding_to_pages,
     embedding.add_rows_: of_add_rows,
     adam.adamw_update: of_adamw,
     rounding.round_by_salt_: of_rounding,

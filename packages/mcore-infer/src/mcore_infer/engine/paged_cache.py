@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.decode_kernels import decode_kernel, latent_kernel
+from mcore_infer.engine.kernels.page_rounding import round_to_pages
 from mcore_infer.engine.limits import Fp8Cache, Scales
 from mcore_infer.engine.plain_attention import (
     decode_on_cpu,
     padded_decode,
-    rounded_to_codes,
     wide_pages,
     write_to_pages,
 )
@@ -220,8 +220,7 @@ class _PagedLayer:
                 # With proposals, a row reads keys that other rows of its request write: write
                 # all keys before the kernel starts.
                 if step.have_drafts:
-                    memories = (held.keys, values)
-                    write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
+                    self._write(k, v, values, step.places)
                 new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
                 where = (step.tables, step.lengths)
                 return decode(q[:, 0], *new, *pages, *where, **rules)[:, None]
@@ -229,8 +228,7 @@ class _PagedLayer:
                 new = (k[:, 0], None if v is None else v[:, 0])
                 memory = (held.keys, values)
                 return decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
-        news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
-        write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
+        k, v = self._write(k, v, values, step.places)
         if isinstance(step, DecodeTensors):
             latent = None if v is not None else latent_kernel(q, values, rules)
             if latent is not None:
@@ -241,6 +239,26 @@ class _PagedLayer:
             self.cache.is_padded = True
             return padded_decode(q[:, 0], *where, **rules).unsqueeze(1)
         return self._of_chunks(step, q, k, v, values, rules, backend)
+
+    def _write(
+        self,
+        k: Float[Tensor, "S 1 G H"],
+        v: Float[Tensor, "S 1 G J"] | None,
+        values: Shaped[Tensor, "P Z G J"],
+        places: Int[Tensor, " S"],
+    ) -> tuple[Float[Tensor, "S 1 G H"], Float[Tensor, "S 1 G J"] | None]:
+        """Write new keys and values to the pages; return them as an fp8 cache rounds them."""
+        keys = self.held.keys
+        assert keys is not None
+        if v is None:
+            write_to_pages((keys,), (k[:, 0],), places)
+        elif self.scales is None:
+            write_to_pages((keys, values), (k[:, 0], v[:, 0]), places)
+        else:
+            news = k[:, 0], v[:, 0]
+            k, v = round_to_pages(*news, keys, values, places, *self.scales)
+            k, v = k[:, None], v[:, None]
+        return k, v
 
     def _of_chunks(
         self,
@@ -276,15 +294,14 @@ class _PagedLayer:
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
             at = fresh.rows
-            rounded = rounded_to_codes((k[at], v[at]), self.scales)
-            mixed[at] = attend(q[at], *rounded, documents=fresh.documents, **options)
+            mixed[at] = attend(q[at], k[at], v[at], documents=fresh.documents, **options)
         # 3. All other chunks, each with the gathered pages of its request.
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             is_single = here.stop - here.start == 1
             if (is_single and decode is not None) or (chunk.is_fresh and fresh is not None):
                 continue
-            if chunk.is_fresh and v is not None and self.scales is None:
+            if chunk.is_fresh and v is not None:
                 seen = [k[here], v[here]]  # no earlier keys: read none from pages
             else:
                 memories = (self.held.keys, values)

@@ -104,7 +104,7 @@ def _weights(
 
 def write_to_pages(
     memories: Sequence[Shaped[Tensor, "P Z G _"]],
-    news: Sequence[Float[Tensor, "T G _"]],
+    news: Sequence[Shaped[Tensor, "T G _"]],
     places: Int[Tensor, " T"],
     kv_scales: Scales | None = None,
 ) -> None:
@@ -133,16 +133,6 @@ def wide_pages(
         return list(memories)
     pairs = zip(memories, kv_scales, strict=True)
     return [from_codes(memory, scale, dtype) for memory, scale in pairs]
-
-
-def rounded_to_codes(
-    news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
-) -> tuple[Float[Tensor, "..."], ...]:
-    """Round new keys and values as an fp8 cache does; without scales, return them unchanged."""
-    if kv_scales is None:
-        return news
-    pairs = zip(news, kv_scales, strict=True)
-    return tuple(from_codes(to_codes(new, scale), scale, new.dtype) for new, scale in pairs)
 
 
 def decode_on_cpu(
