@@ -67,6 +67,8 @@ Parts of supported models:
 - `minimax`: mcore rotates half of each head (`rotary_dim`), as the releases do; transformers
   5.23 rotates whole heads, so `--check` reports different logits. An export has no tensors of
   decays, which transformers stores and the config determines.
+  Folders in the form of the first releases (`model_type` `minimax_text_01` or `minimax_m1`)
+  are refused: convert those in the form of transformers.
 - `phimoe`: training chooses experts as inference does. The release sampled them, with a
   gradient of its own (SparseMixer). Beyond the original context mcore rotates by the long
   factors, as the release does; transformers 5.23 stays with the short ones.
