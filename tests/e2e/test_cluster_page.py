@@ -44,8 +44,8 @@ def test_the_commands_of_the_page_run(tmp_path):
     """A cluster that has trained one step when the job is submitted."""
     run = tmp_path / "runs/llama"
     (tmp_path / "one.toml").write_text(RECIPE.replace("size = 2", "size = 1"))
-    words = ("--recipe", tmp_path / "one.toml", "--train-iters", 1, "--save", run)
-    done = run_command("mcore_train", "gpt", *words)
+    words = ("--recipe", tmp_path / "one.toml", "--train-iters", 100, "--exit-interval", 1)
+    done = run_command("mcore_train", "gpt", *words, "--save", run)
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "out").write_text("lm loss: 1\n")
     fake(tmp_path, "sbatch", "echo 42")
