@@ -45,7 +45,7 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
 
     Raises:
         ValueError: if Transformer Engine does not support a linear's fp8 recipe, or has loaded
-            an older cuDNN than torch was built for.
+            another cuDNN than torch's.
         ImportError: if Transformer Engine is not installed, or cannot be loaded.
     """
     wrong_cudnn = (
